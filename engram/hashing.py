@@ -1,0 +1,313 @@
+"""Windows of ids -> row numbers. Two engines, integers only; every family is data (engram/families.py).
+
+    rows_BTC = NgramHash(cfg, layer=1, vocab_size=129_280).rows(ids_BT)
+
+XOR engine (DeepSeek, Qwen3.8):   mix_o = t0*m0 ^ t1*m1 ^ ... ^ t(o-1)*m(o-1);  row = mix_o mod size + offset.
+Polynomial engine (LongCat, BLT): row = (t0*c0 + t1*c1 + ... + t(o-1)*c(o-1)) mod size + offset.
+Multiplier 0 belongs to the current token. Columns are order-major: all heads of the first order, then the next.
+The XOR multipliers are bounded so that (classes - 1) * m < 2^63: products of valid ids never wrap and the mix is never
+negative. BLT wraps in int64 by design, and its remainder is the floor remainder.
+
+Shapes: B batch, T time, N longest n-gram, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from sympy import nextprime
+from torch import Tensor, nn
+
+from engram.compress import TokenMap
+from engram.config import ANY_ID, ConfigError, EngramConfig
+from engram.window import look_back
+
+LAYER_STRIDE = 10007  # distance of the generator seeds of two layers, in every family of the XOR engine
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+MASK_64 = 2**64 - 1
+
+
+def splitmix64(value: int) -> int:
+    """One output of the splitmix64 generator for the state `value`: 64 bits in, 64 bits out."""
+    value = (value + GOLDEN_GAMMA) & MASK_64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return value ^ (value >> 31)
+
+
+def table_sizes(cfg: EngramConfig) -> dict[int, tuple[int, ...]]:
+    """Layer -> its C table sizes. Sizes depend on all layers before it in `cfg.layers` (no prime is used twice)."""
+    return _table_sizes(cfg.hash.sizes, cfg.layers, cfg.bases, cfg.heads)
+
+
+@lru_cache(maxsize=256)
+def _table_sizes(
+    rule: str, layers: tuple[int, ...], bases: tuple[int, ...], heads: int
+) -> dict[int, tuple[int, ...]]:
+    if rule == "constant":
+        return {layer: tuple(base for base in bases for _ in range(heads)) for layer in layers}
+    if rule == "odd":
+        heads_in_order = [base for base in bases for _ in range(heads)]
+        return {layer: tuple(base + 2 * i + 1 for i, base in enumerate(heads_in_order)) for layer in layers}
+    used: set[int] = set()
+    sizes: dict[int, tuple[int, ...]] = {}
+    for layer in layers:
+        columns: list[int] = []
+        for base in bases:
+            prime = base - 1
+            for _ in range(heads):
+                prime = int(nextprime(prime))
+                while prime in used:
+                    prime = int(nextprime(prime))
+                used.add(prime)
+                columns.append(prime)
+        sizes[layer] = tuple(columns)
+    return sizes
+
+
+def total_rows(cfg: EngramConfig, layer: int) -> int:
+    """Rows of the table of `layer`, padding included."""
+    total = sum(table_sizes(cfg)[layer])
+    pad = cfg.hash.pad_rows_to
+    return -(-total // pad) * pad
+
+
+def multipliers(cfg: EngramConfig, layer: int, classes: int) -> tuple[int, ...]:
+    """The N multipliers of one layer for the XOR engine; `classes` is the size of the hashed id space."""
+    key = layer if cfg.hash.layer_key == "layer" else cfg.layers.index(layer)
+    seed = cfg.seed + LAYER_STRIDE * key
+    half = max(1, (2 ** (cfg.hash.width - 1) - 1) // classes // 2)
+    if cfg.hash.multipliers == "pcg64":
+        draws = np.random.default_rng(seed).integers(0, half, size=cfg.max_order, dtype=np.int64)
+        return tuple(2 * int(draw) + 1 for draw in draws)
+    states = (seed + GOLDEN_GAMMA * (i + 1) for i in range(cfg.max_order))
+    return tuple(2 * (splitmix64(state & MASK_64) % half) + 1 for state in states)
+
+
+def coefficients(cfg: EngramConfig, sizes: Sequence[int], classes: int) -> list[list[int]]:
+    """The C x N coefficients of the polynomial engine, as signed int64; 0 where a slot lies beyond the order."""
+    base = cfg.hash.base or classes
+    table = []
+    for column, size in enumerate(sizes):
+        order = cfg.orders[column // cfg.heads]
+        exponents = range(order - 1, -1, -1) if cfg.hash.oldest_first else range(order)
+        powers = [pow(base, e, size) if cfg.hash.reduce else _wrap_int64(pow(base, e, 2**64)) for e in exponents]
+        table.append(powers + [0] * (cfg.max_order - order))
+    return table
+
+
+def _wrap_int64(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+class NgramHash(nn.Module):
+    """Row numbers of one layer. Constants are int64 buffers, rebuilt after any cast or meta-device move.
+
+    vocab_size  ids (classes) hashed; default: the token map's size, else `cfg.vocab_size`, else any 31-bit id.
+    token_map   maps raw ids to classes; without one `rows` takes canonical ids.
+
+    Ids outside the vocabulary (negative, padded, past the map) are replaced by the filler before hashing and counted in
+    `masked`. Raises ConfigError when the map and the configuration disagree, or `layer` is not in `cfg.layers`.
+    """
+
+    multipliers: Tensor
+    sizes: Tensor
+    offsets: Tensor
+    masked: Tensor
+
+    def __init__(
+        self, cfg: EngramConfig, layer: int, vocab_size: int | None = None, token_map: TokenMap | None = None
+    ) -> None:
+        super().__init__()
+        if layer not in cfg.layers:
+            raise ConfigError(f"layer: {layer} has no memory; the configuration lists layers {list(cfg.layers)}")
+        self.cfg, self.layer, self.token_map = cfg, layer, token_map
+        self.vocab_size = _vocabulary(cfg, vocab_size, token_map)
+        self.filler = self.vocab_size if cfg.filler is None else cfg.filler
+        self.classes = self.vocab_size + (cfg.filler is None)
+        if self.filler >= self.classes:
+            raise ConfigError(f"filler: class {self.filler} lies outside the {self.classes} classes that are hashed")
+        sizes = table_sizes(cfg)[layer]
+        self.total_rows = total_rows(cfg, layer)
+        self._constants: dict[str, Any] = {
+            "sizes": sizes,
+            "offsets": tuple(sum(sizes[:i]) for i in range(len(sizes))),
+            "multipliers": multipliers(cfg, layer, self.classes)
+            if cfg.hash.engine == "xor"
+            else coefficients(cfg, sizes, self.classes),
+        }
+        self._build(torch.get_default_device())
+
+    def _build(self, device: torch.device) -> None:
+        for name, values in self._constants.items():
+            self.register_buffer(name, torch.tensor(values, dtype=torch.int64, device=device))
+        self.register_buffer("masked", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+        class_of = None if self.token_map is None else self.token_map.map.to(device)
+        self.register_buffer("class_of", class_of, persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NgramHash:
+        """Follow a device move, ignore a dtype: `.half()`, `.type()` and `to_empty()` leave the constants exact."""
+        masked = self.masked
+        self._build(fn(torch.empty(0, device=masked.device)).device)
+        if not masked.is_meta and not self.masked.is_meta:
+            self.masked.copy_(masked)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Saved constants are checked against the derived ones and never replace them."""
+        _, strict, missing, _, errors = args[:5]
+        for name, values in self._constants.items():
+            saved = state_dict.get(prefix + name)
+            if saved is None:
+                if strict:
+                    missing.append(prefix + name)
+            elif saved.tolist() != torch.tensor(values).tolist():
+                errors.append(
+                    f"{prefix}{name}: the saved hash constants differ from those of this configuration (another seed, "
+                    f"vocabulary, layer list or table size); the rows would be addressed wrongly"
+                )
+
+    @torch.no_grad()
+    def window(
+        self,
+        ids_BT: Tensor,
+        *,
+        segment_ids: Tensor | None = None,
+        blocked: Tensor | None = None,
+        mask: Tensor | None = None,
+        history: Tensor | None = None,
+    ) -> Tensor:
+        """Ids [B, T] -> windows of classes [B, T, N], int64. Arguments as in `rows`."""
+        _check_ids(ids_BT)
+        ids_BT = ids_BT.to(self.sizes.device, torch.int64)
+        keep_BT = _flags(mask, ids_BT, "mask")
+        dead_BT = _flags(blocked, ids_BT, "blocked")
+        segment_BT = _segments(segment_ids, ids_BT) if self.cfg.boundary != "none" else None
+        length = ids_BT.shape[1]
+        pad_BT = None if keep_BT is None else ~keep_BT
+        if history is not None:
+            ids_BT, pad_BT, dead_BT, segment_BT = _with_history(history, ids_BT, pad_BT, dead_BT, segment_BT)
+        limit = self.vocab_size if self.class_of is None else len(self.class_of)
+        outside_BT = (ids_BT < 0) | (ids_BT >= limit)
+        counted_BT = outside_BT if pad_BT is None else outside_BT & ~pad_BT
+        self.masked += counted_BT[:, ids_BT.shape[1] - length :].sum()
+        canon_BT = ids_BT.masked_fill(outside_BT, 0)
+        if self.class_of is not None:
+            canon_BT = self.class_of[canon_BT]
+        canon_BT = canon_BT.masked_fill(outside_BT if pad_BT is None else outside_BT | pad_BT, self.filler)
+        barrier_BT = pad_BT
+        if self.cfg.boundary == "eos":
+            eos_BT = torch.isin(ids_BT, torch.tensor(self.cfg.eos, device=ids_BT.device))
+            barrier_BT = eos_BT if barrier_BT is None else barrier_BT | eos_BT
+        window_BTN = look_back(canon_BT, self.cfg.max_order, self.filler, barrier_BT, dead_BT, segment_BT)
+        return window_BTN[:, window_BTN.shape[1] - length :]
+
+    @torch.no_grad()
+    def rows_of_window(self, window_BTN: Tensor) -> Tensor:
+        """Windows of classes [B, T, N] -> row numbers [B, T, C], int64, head offsets included."""
+        mixes = self._xor(window_BTN) if self.cfg.hash.engine == "xor" else self._polynomial(window_BTN)
+        return torch.remainder(mixes, self.sizes) + self.offsets
+
+    def _xor(self, window_BTN: Tensor) -> Tensor:
+        products_BTN = window_BTN * self.multipliers
+        if self.cfg.hash.width == 32:
+            products_BTN = products_BTN.to(torch.int32)
+        mix_BT, mixes = products_BTN[..., 0], []
+        for order in range(1, self.cfg.max_order + 1):
+            if order > 1:
+                mix_BT = mix_BT ^ products_BTN[..., order - 1]
+            if order in self.cfg.orders:
+                mixes.append(mix_BT)
+        return torch.stack(mixes, dim=-1).to(torch.int64).repeat_interleave(self.cfg.heads, dim=-1)
+
+    def _polynomial(self, window_BTN: Tensor) -> Tensor:
+        return (window_BTN.unsqueeze(-2) * self.multipliers).sum(dim=-1)
+
+    def rows(
+        self,
+        ids_BT: Tensor,
+        *,
+        segment_ids: Tensor | None = None,
+        blocked: Tensor | None = None,
+        mask: Tensor | None = None,
+        history: Tensor | None = None,
+    ) -> Tensor:
+        """Token ids [B, T] -> row numbers [B, T, C], int64, head offsets included.
+
+        ids_BT       any integer dtype; raw ids with a token map, classes without one.
+        segment_ids  [B, T] packed-document numbers; windows do not cross them (not used with boundary "none").
+        blocked      [B, T] bool, positions whose whole window is the filler and which nobody looks at (image spans).
+        mask         [B, T], 0 at padding: hashed as filler, and a barrier for later positions.
+        history      [B, H] ids before ids_BT, newest last; a negative entry is a blocked slot.
+
+        Raises TypeError for ids that are no integers and ValueError for shapes that do not fit.
+        """
+        return self.rows_of_window(
+            self.window(ids_BT, segment_ids=segment_ids, blocked=blocked, mask=mask, history=history)
+        )
+
+    def extra_repr(self) -> str:
+        return f"layer={self.layer}, classes={self.classes}, rows={self.total_rows}, engine={self.cfg.hash.engine}"
+
+
+def _vocabulary(cfg: EngramConfig, vocab_size: int | None, token_map: TokenMap | None) -> int:
+    if cfg.compress and token_map is None:
+        if vocab_size is None and cfg.vocab_size is None:
+            raise ConfigError("compress: true needs a token map (or canonical ids together with vocab_size)")
+    if token_map is not None:
+        for name, value in (("vocab_size", vocab_size), ("cfg.vocab_size", cfg.vocab_size)):
+            if value is not None and value != token_map.size:
+                raise ConfigError(
+                    f"{name}: {value} classes are configured but the token map has {token_map.size}; every row would be "
+                    f"re-addressed. Use the tokenizer that the configuration was made for"
+                )
+        return token_map.size
+    chosen = vocab_size if vocab_size is not None else cfg.vocab_size
+    if chosen is not None and not 1 <= chosen <= ANY_ID:
+        raise ConfigError(f"vocab_size: {chosen} must lie in 1..{ANY_ID}")
+    return ANY_ID if chosen is None else chosen
+
+
+def _check_ids(ids_BT: Tensor) -> None:
+    if not isinstance(ids_BT, Tensor) or ids_BT.dtype.is_floating_point or ids_BT.dtype in (torch.bool, torch.complex64):
+        kind = ids_BT.dtype if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
+        raise TypeError(f"ids: expected an integer tensor [B, T], got {kind}")
+    if ids_BT.ndim != 2:
+        raise ValueError(f"ids: expected shape [B, T], got {list(ids_BT.shape)}")
+
+
+def _flags(flags: Tensor | None, ids_BT: Tensor, name: str) -> Tensor | None:
+    if flags is None:
+        return None
+    if flags.shape != ids_BT.shape:
+        raise ValueError(f"{name}: shape {list(flags.shape)} does not fit ids {list(ids_BT.shape)}")
+    return flags.to(ids_BT.device).bool()
+
+
+def _segments(segment_ids: Tensor | None, ids_BT: Tensor) -> Tensor | None:
+    if segment_ids is None:
+        return None
+    if segment_ids.shape != ids_BT.shape:
+        raise ValueError(f"segment_ids: shape {list(segment_ids.shape)} does not fit ids {list(ids_BT.shape)}")
+    return segment_ids.to(ids_BT.device, torch.int64)
+
+
+def _with_history(
+    history: Tensor, ids_BT: Tensor, pad_BT: Tensor | None, dead_BT: Tensor | None, segment_BT: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Prepend the history: its negative entries are dead, and it belongs to the document of the first new id."""
+    _check_ids(history)
+    if history.shape[0] != ids_BT.shape[0]:
+        raise ValueError(f"history: batch {history.shape[0]} does not fit the batch {ids_BT.shape[0]} of the ids")
+    history = history.to(ids_BT.device, torch.int64)
+    false_BH = torch.zeros_like(history, dtype=torch.bool)
+    dead = torch.cat([history < 0, torch.zeros_like(ids_BT, dtype=torch.bool) if dead_BT is None else dead_BT], dim=1)
+    pad = None if pad_BT is None else torch.cat([false_BH, pad_BT], dim=1)
+    segment = segment_BT
+    if segment_BT is not None:
+        segment = torch.cat([segment_BT[:, :1].expand(-1, history.shape[1]), segment_BT], dim=1)
+    return torch.cat([history, ids_BT], dim=1), pad, dead, cast("Tensor | None", segment)

@@ -1,0 +1,141 @@
+"""Row numbers -> memory vector. Owns the shape, the initial values and the way gradients reach the rows.
+
+    memory_BTM = table(rows_BTC)
+
+Rows are no `nn.Parameter`: casts and a plain optimizer would take them, and a dense gradient has the table's size. The
+gathered values are the autograd leaf. Each table registers one small proxy parameter; a hook on every gathered leaf sums
+duplicates (fp32, fixed order) into `proxy.grad` [U, W] with the row numbers beside it, a second backward merges, and
+`engram.optim` applies the pair. The proxy makes rows visible to clipping, scalers and `zero_grad`; it has no elements
+and stays out of `state_dict`.
+
+Shapes: B batch, T time, C columns, W row width, M = C * W, n = B * T * C, U distinct rows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engram.config import ConfigError, EngramConfig
+from engram.hashing import splitmix64, total_rows
+from engram.kernels.dispatch import sum_duplicates
+from engram.stores import DeviceStore
+
+
+class RowProxy(nn.Parameter):
+    """A parameter without elements whose `grad` is the summed gradient [U, W] of the rows in `row_ids` [U].
+
+    Overriding `grad` lets a gradient of another shape stand on it: torch itself refuses that on assignment.
+    """
+
+    row_ids: Tensor | None
+    _row_grad: Tensor | None
+
+    def __new__(cls, width: int, device: torch.device | None = None) -> RowProxy:
+        # never on the meta device: it has no elements, and a tensor cannot leave that device in place
+        data = torch.empty(0, width, dtype=torch.float32, device=device or "cpu")
+        proxy: RowProxy = torch.Tensor._make_subclass(cls, data, True)
+        proxy.row_ids = proxy._row_grad = None
+        return proxy
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        return self._row_grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._row_grad = value
+        if value is None:
+            self.row_ids = None
+
+    def collect(self, ids_n: Tensor, grads_nW: Tensor) -> None:
+        """Sum duplicates of one backward and merge them with what is already there."""
+        unique_U, sums_UW = sum_duplicates(ids_n, grads_nW)
+        if self._row_grad is not None and self.row_ids is not None:
+            unique_U, sums_UW = sum_duplicates(
+                torch.cat([self.row_ids, unique_U]), torch.cat([self._row_grad.float(), sums_UW])
+            )
+        self._row_grad, self.row_ids = sums_UW, unique_U
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowProxy:
+        copy = RowProxy(self.shape[1], self.device)
+        copy.requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (RowProxy, (self.shape[1], self.device))
+
+
+class Table(nn.Module):
+    """The rows of one layer and their access: `table(rows_BTC)` -> memory vector [B, T, M] (or [B, T, W] with "sum").
+
+    `trainable` False freezes the rows on purpose. `updates` counts optimizer steps that changed rows.
+    Raises ConfigError for a placement or row format that this version does not have.
+    """
+
+    def __init__(self, cfg: EngramConfig, layer: int) -> None:
+        super().__init__()
+        if cfg.placement != "device":
+            raise ConfigError(f"placement: {cfg.placement!r} is not available in this version; use 'device'")
+        if cfg.row_dtype != "fp32":
+            raise ConfigError(f"row_dtype: {cfg.row_dtype!r} is not available in this version; use 'fp32'")
+        self.cfg, self.layer = cfg, layer
+        seed = splitmix64((cfg.seed << 20) ^ layer) >> 1
+        self.store = DeviceStore(
+            total_rows(cfg, layer), cfg.head_dim, seed=seed, std=cfg.init_std, zeros=cfg.init == "zeros"
+        )
+        self.proxy = RowProxy(cfg.head_dim)
+        self.updates = 0
+
+    @property
+    def trainable(self) -> bool:
+        return self.proxy.requires_grad
+
+    @trainable.setter
+    def trainable(self, value: bool) -> None:
+        self.proxy.requires_grad_(value)
+
+    def forward(self, rows_BTC: Tensor) -> Tensor:
+        """Row numbers [B, T, C] -> memory vector [B, T, M]; the gathered values are an autograd leaf when training."""
+        ids_n = rows_BTC.reshape(-1)
+        values_nW = self.store.gather(ids_n)
+        if torch.is_grad_enabled() and self.trainable:
+            values_nW.requires_grad_()
+            values_nW.register_post_accumulate_grad_hook(_Collector(self.proxy, ids_n))
+        values_BTCW = values_nW.view(*rows_BTC.shape, self.cfg.head_dim)
+        return values_BTCW.sum(dim=-2) if self.cfg.combine == "sum" else values_BTCW.flatten(-2)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The proxy has no elements and is left out; the rows are saved by their store."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Nothing of its own to load: see `_save_to_state_dict`."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Table:
+        """Follow device moves; rows and proxy keep their dtype."""
+        self.store._apply(fn)
+        device = self.store.rows.device
+        if self.proxy.device != device and device.type != "meta":
+            self.proxy.data = self.proxy.data.to(device)
+            self.proxy.grad = None
+        return self
+
+    def extra_repr(self) -> str:
+        return f"layer={self.layer}, trainable={self.trainable}"
+
+
+class _Collector:
+    """Post-accumulate hook of one gathered leaf: hands its gradient to the proxy and lets go of it."""
+
+    def __init__(self, proxy: RowProxy, ids_n: Tensor) -> None:
+        self.proxy, self.ids_n = weakref.ref(proxy), ids_n
+
+    def __call__(self, leaf_nW: Tensor) -> None:
+        proxy, grad_nW = self.proxy(), leaf_nW.grad
+        leaf_nW.grad = None
+        if proxy is not None and grad_nW is not None:
+            proxy.collect(self.ids_n, grad_nW)

@@ -1,0 +1,127 @@
+"""Shared by all tests: no network, one compute thread, fixed seeds, and `gpu` tests that skip without a device."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Before anything imports torch or transformers. One thread: tiny sizes are faster so, and sums keep their order.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["WANDB_MODE"] = "offline"
+os.environ["MPLBACKEND"] = "Agg"
+
+import pytest
+
+SEED = 1234
+NAN_FILLED = ("empty", "empty_like", "empty_strided")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` need a CUDA device; torch is imported only when there are such tests."""
+    on_device = [item for item in items if item.get_closest_marker("gpu")]
+    if on_device:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_device:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The folder that holds pyproject.toml."""
+    return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    random.seed(SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(SEED)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(SEED)
+
+
+@pytest.fixture
+def nan_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.empty` and its relatives hand out NaN (integers: a huge negative number), so a hole shows."""
+    import torch
+
+    def filled(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor = original(*args, **kwargs)
+            if not tensor.is_meta and tensor.numel():
+                with torch.no_grad():
+                    if tensor.is_floating_point() or tensor.is_complex():
+                        tensor.fill_(float("nan"))
+                    elif tensor.dtype != torch.bool:
+                        tensor.fill_(torch.iinfo(tensor.dtype).min)
+            return tensor
+
+        return call
+
+    for name in NAN_FILLED:
+        monkeypatch.setattr(torch, name, filled(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def tiny_model() -> Callable[..., Any]:
+    """Builds a small randomly initialised causal LM of transformers: `tiny_model("llama", vocab_size=64, seed=0)`.
+
+    Kinds: llama, qwen3, gpt2, deepseek_v3 (one dense and one mixture-of-experts block). Two blocks, hidden size 32.
+    """
+    return _tiny_model
+
+
+def _tiny_model(kind: str = "llama", vocab_size: int = 64, seed: int = 0, layers: int = 2, **changes: Any) -> Any:
+    import torch
+    import transformers
+
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    gpt2 = {"vocab_size": vocab_size, "n_embd": 32, "n_layer": layers, "n_head": 2, "n_positions": 128}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "llama": ("Llama", common),
+        "qwen3": ("Qwen3", {**common, "head_dim": 16}),
+        "gpt2": ("GPT2", gpt2),
+        "deepseek_v3": ("DeepseekV3", {**common, **experts}),
+    }
+    name, fields = kinds[kind]
+    config = getattr(transformers, f"{name}Config")(**{**fields, **changes})
+    head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
+    # Weights are drawn from the global generator: the seed is set last, and the caller's state put back.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return getattr(transformers, f"{name}{head}")(config).eval()

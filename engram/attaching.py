@@ -31,13 +31,12 @@ from engram.window import positions_from_segments, segments_from_positions
 CACHE_NAMES = ("cache", "past_key_values")  # transformers renamed the argument during 5.x
 
 
-def attach(
-    model: nn.Module, cfg: EngramConfig, tokenizer: Any = None, token_map: TokenMap | None = None
-) -> Handle:
+def attach(model: nn.Module, cfg: EngramConfig, tokenizer: Any = None, token_map: TokenMap | None = None) -> Handle:
     """Add a memory to a transformers decoder model, in place, and return its handle.
 
     cfg.compress needs `tokenizer` (or a finished `token_map`); without it raw ids are hashed.
-    Raises ConfigError, with the model left as it was, when the architecture is unknown, a block does not exist, widths or
+    Raises ConfigError, with the model left as it was, when the architecture is unknown, a block does not exist, widths
+    or
     residual streams differ, a map is missing, or a memory is attached already.
     """
     host = find(model)
@@ -66,11 +65,15 @@ def _check(cfg: EngramConfig, host: Host) -> None:
     blocks, hidden = len(host.blocks), int(host.config.hidden_size)
     for layer in cfg.layers:
         if layer >= blocks:
-            raise ConfigError(f"layers: block {layer} does not exist; {host.entry.name} here has blocks 0..{blocks - 1}")
+            raise ConfigError(
+                f"layers: block {layer} does not exist; {host.entry.name} here has blocks 0..{blocks - 1}"
+            )
     if cfg.hidden_size != hidden:
         raise ConfigError(f"hidden_size: {cfg.hidden_size} differs from the model's {hidden}")
     if cfg.branches != host.entry.streams:
-        raise ConfigError(f"branches: {cfg.branches}, but {host.entry.name} has {host.entry.streams} residual stream(s)")
+        raise ConfigError(
+            f"branches: {cfg.branches}, but {host.entry.name} has {host.entry.streams} residual stream(s)"
+        )
     if cfg.site == "value":
         raise ConfigError("site: 'value' is not available in this version; use 'residual' or 'embedding'")
 
@@ -147,13 +150,13 @@ class Handle:
         seen = 0 if cache is None else int(cache.get_seq_length())
         if seen > 0:
             raise RuntimeError(
-                f"memory: this forward continues a cache of {seen} tokens; decoding with a cache is not available in this "
-                f"version, and hashing the newest tokens alone would read wrong rows. Pass the whole sequence with "
-                f"use_cache=False"
+                f"memory: this forward continues a cache of {seen} tokens; decoding with a cache is not available in "
+                f"this version, and hashing the newest tokens alone would read wrong rows. Pass the whole sequence "
+                f"with use_cache=False"
             )
         if mask is not None and (mask.ndim != 2 or mask.shape != ids_BT.shape):
             raise ValueError(
-                f"attention_mask: shape {list(mask.shape)}; the memory needs the [B, T] mask of the ids {list(ids_BT.shape)}"
+                f"attention_mask: shape {list(mask.shape)}; the memory needs the mask of the ids {list(ids_BT.shape)}"
             )
 
     def _refuse_leaks(self, kwargs: dict[str, Any], mask: Tensor | None) -> None:

@@ -60,9 +60,10 @@ app = typer.Typer(
 class Evaluation(str, Enum):
     """What `engram eval` can compute for a finished run."""
 
+    loss = "loss"
     lens = "lens"
     gates = "gates"
-    loss = "loss"
+    rows = "rows"
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, everything else on stderr.")]
@@ -150,14 +151,16 @@ def _ablate(
 
 @app.command("eval")
 def _eval(
-    kind: Annotated[Evaluation, typer.Argument(help="KL and cross-entropy by depth, gate values, or held-out loss.")],
+    kind: Annotated[
+        Evaluation, typer.Argument(help="Held-out loss, KL and cross-entropy by depth, gate values, or rows.")
+    ],
     run: Run,
     out: Out = None,
-    text: Annotated[str | None, typer.Option("--text", metavar="FILE", help="Text in place of the run's own.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help="Sample text for gates and rows.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Evaluate a finished run."""
+    """Ask a finished run one question; the answer also goes into its folder."""
     _run("eval", as_json, debug, kind=kind.value, run=run, out=out, text=text)
 
 
@@ -211,16 +214,16 @@ def _failed(result: Any) -> bool:
 
 def _run(command: str, as_json: bool, debug: bool, failed: Callable[[Any], bool] = _failed, **arguments: Any) -> None:
     """Import the command's target, call it, print its result, and end with the exit status."""
+    plain = _print_full if arguments.get("dry_run") else _print_summary
     try:
         with _stdout_on_stderr() if as_json else contextlib.nullcontext():
             result = _load(TARGETS[command])(**arguments)
         if as_json:
             typer.echo(json.dumps({} if result is None else _finite(result), allow_nan=False))
         elif result is not None:
-            (_load(VIEWS[command]) if command in VIEWS else _print_summary)(result)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+            (_load(VIEWS[command]) if command in VIEWS else plain)(result)
+    except KeyboardInterrupt as stop:  # training says in the message how to go on
+        raise typer.Exit(_complain(as_json, INTERRUPTED, str(stop) or "interrupted")) from None
     except BrokenPipeError:  # `engram rows | head`: the reader has gone, and so has the place for a message
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(FAILED) from None
@@ -276,17 +279,16 @@ def _path(context: Any) -> str:
     return getattr(context, "command_path", "engram")
 
 
-def _print_summary(result: Any) -> None:
-    """A result for a person: one line per field, nested names joined by dots, long lists by their length."""
-    for name, value in _flat(result, ""):
-        typer.echo(f"{name:<32} {value}")
+def _print_full(result: Any) -> None:
+    """All of a result as YAML: what `--dry-run` shows, the configuration ready to be saved to a file."""
+    typer.echo(importlib.import_module("yaml").safe_dump(_finite(result), sort_keys=False).rstrip())
 
 
-def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, entry in value.items():
-            yield from _flat(entry, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list) and (len(value) > 8 or any(isinstance(entry, (dict, list)) for entry in value)):
-        yield name, f"[{len(value)} entries]"
-    else:
-        yield name, f"{value:.6g}" if isinstance(value, float) else str(value)
+def _print_summary(result: dict[str, Any]) -> None:
+    """The plain values of a result, one line each; of a result file those of its metrics (the rest is in the file)."""
+    for name, value in result.get("metrics", result).items():
+        if isinstance(value, dict) or value is None or value == []:
+            continue
+        if isinstance(value, list):
+            value = ", ".join(map(str, value)) if all(isinstance(v, str) for v in value) else f"{len(value)} entries"
+        typer.echo(f"{name:<24} {f'{value:.6g}' if isinstance(value, float) else value}")

@@ -167,11 +167,13 @@ class EngramConfig:
         bases = self.bases
         require(
             len(bases) == len(self.orders),
-            f"rows: {list(bases)} has {len(bases)} entries for {len(self.orders)} orders; give one int or one per order",
+            f"rows: {list(bases)} has {len(bases)} entries for {len(self.orders)} orders; give one int or one each",
         )
         least = 1 if self.hash.sizes == "constant" else 2
         for base in bases:
-            require(base >= least, f"rows: {base} must be at least {least} (a table of one row needs hash.sizes constant)")
+            require(
+                base >= least, f"rows: {base} must be at least {least} (a table of one row needs hash.sizes constant)"
+            )
 
     @property
     def bases(self) -> tuple[int, ...]:
@@ -214,7 +216,6 @@ class EngramConfig:
 
 def _check_literals(config: Any, prefix: str) -> None:
     """Direct construction is as strict as YAML: every Literal field is checked against its choices."""
-    import typing
 
     for name, hint in typing.get_type_hints(type(config)).items():
         if typing.get_origin(hint) is Literal:

@@ -106,9 +106,7 @@ FAMILIES: dict[str, EngramConfig] = {
         boundary="none",
         init="normal",
         vocab_size=260,
-        hash=HashConfig(
-            engine="polynomial", sizes="constant", base=1_000_000_007, oldest_first=True, reduce=False
-        ),
+        hash=HashConfig(engine="polynomial", sizes="constant", base=1_000_000_007, oldest_first=True, reduce=False),
     ),
     # MaxText's 32-bit variant of the demo: other multipliers, so its rows are not interchangeable with the demo's.
     "maxtext": EngramConfig(

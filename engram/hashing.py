@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,9 +45,7 @@ def table_sizes(cfg: EngramConfig) -> dict[int, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=256)
-def _table_sizes(
-    rule: str, layers: tuple[int, ...], bases: tuple[int, ...], heads: int
-) -> dict[int, tuple[int, ...]]:
+def _table_sizes(rule: str, layers: tuple[int, ...], bases: tuple[int, ...], heads: int) -> dict[int, tuple[int, ...]]:
     if rule == "constant":
         return {layer: tuple(base for base in bases for _ in range(heads)) for layer in layers}
     if rule == "odd":
@@ -118,6 +116,7 @@ class NgramHash(nn.Module):
     sizes: Tensor
     offsets: Tensor
     masked: Tensor
+    class_of: Tensor | None
 
     def __init__(
         self, cfg: EngramConfig, layer: int, vocab_size: int | None = None, token_map: TokenMap | None = None
@@ -255,15 +254,14 @@ class NgramHash(nn.Module):
 
 
 def _vocabulary(cfg: EngramConfig, vocab_size: int | None, token_map: TokenMap | None) -> int:
-    if cfg.compress and token_map is None:
-        if vocab_size is None and cfg.vocab_size is None:
-            raise ConfigError("compress: true needs a token map (or canonical ids together with vocab_size)")
+    if cfg.compress and token_map is None and vocab_size is None and cfg.vocab_size is None:
+        raise ConfigError("compress: true needs a token map (or canonical ids together with vocab_size)")
     if token_map is not None:
         for name, value in (("vocab_size", vocab_size), ("cfg.vocab_size", cfg.vocab_size)):
             if value is not None and value != token_map.size:
                 raise ConfigError(
-                    f"{name}: {value} classes are configured but the token map has {token_map.size}; every row would be "
-                    f"re-addressed. Use the tokenizer that the configuration was made for"
+                    f"{name}: {value} classes are configured but the token map has {token_map.size}; every row "
+                    f"would be re-addressed. Use the tokenizer that the configuration was made for"
                 )
         return token_map.size
     chosen = vocab_size if vocab_size is not None else cfg.vocab_size
@@ -273,7 +271,11 @@ def _vocabulary(cfg: EngramConfig, vocab_size: int | None, token_map: TokenMap |
 
 
 def _check_ids(ids_BT: Tensor) -> None:
-    if not isinstance(ids_BT, Tensor) or ids_BT.dtype.is_floating_point or ids_BT.dtype in (torch.bool, torch.complex64):
+    if (
+        not isinstance(ids_BT, Tensor)
+        or ids_BT.dtype.is_floating_point
+        or ids_BT.dtype in (torch.bool, torch.complex64)
+    ):
         kind = ids_BT.dtype if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
         raise TypeError(f"ids: expected an integer tensor [B, T], got {kind}")
     if ids_BT.ndim != 2:
@@ -310,4 +312,4 @@ def _with_history(
     segment = segment_BT
     if segment_BT is not None:
         segment = torch.cat([segment_BT[:, :1].expand(-1, history.shape[1]), segment_BT], dim=1)
-    return torch.cat([history, ids_BT], dim=1), pad, dead, cast("Tensor | None", segment)
+    return torch.cat([history, ids_BT], dim=1), pad, dead, segment

@@ -47,7 +47,8 @@ class Host:
 def find(model: nn.Module) -> Host:
     """The parts of a transformers decoder model (with or without its head).
 
-    Raises ConfigError when the architecture is unknown (naming the known ones) or its parts are not where they should be.
+    Raises ConfigError when the architecture is unknown (naming the known ones) or its parts are not where they should
+    be.
     """
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)

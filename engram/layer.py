@@ -35,7 +35,8 @@ class Engram(nn.Module):
     key_norm, query_norm, conv_norm   RMS-norm weights [S, D]
     conv            depthwise taps [S, D, K], zero at the start so that the update starts as the gated value alone
 
-    `taps` holds the detached stages of the last forward by name: rows, gate, and while `tapping` is on also memory, value,
+    `taps` holds the detached stages of the last forward by name: rows, gate, and while `tapping` is on also memory,
+    value,
     key, conv, output. Setting `enabled` to False makes the update zero.
     """
 
@@ -59,7 +60,7 @@ class Engram(nn.Module):
         for linear in (self.value, self.key):
             if linear is not None:
                 # keeps the scale of the memory vector; training code refills parameters by name with this deviation
-                linear.weight.init_std = width**-0.5  # type: ignore[assignment]
+                linear.weight.init_std = width**-0.5  # type: ignore[attr-defined]
                 nn.init.normal_(linear.weight, std=width**-0.5)
                 if linear.bias is not None:
                     nn.init.zeros_(linear.bias)
@@ -94,7 +95,7 @@ class Engram(nn.Module):
         if keep_BT is not None:
             gated_BTSD = gated_BTSD * keep_BT[..., None, None]
         out_BTSD = gated_BTSD
-        if self.conv is not None:
+        if self.conv is not None and self.conv_norm is not None:
             normed_BTSD = rms_norm(gated_BTSD, self.conv_norm, self.cfg.conv_eps)
             conv_BTSD = F.silu(short_conv(normed_BTSD, self.conv, self.cfg.max_order, segment_BT))
             out_BTSD = out_BTSD + conv_BTSD

@@ -67,7 +67,8 @@ class Memory(nn.Module):
     ) -> None:
         """Hash the ids [B, T] of one forward for every layer; arguments as in `NgramHash.rows`.
 
-        Raises RuntimeError when a layer was left out in the two forwards before, or when rows that should learn have not
+        Raises RuntimeError when a layer was left out in the two forwards before, or when rows that should learn have
+        not
         been updated for `idle_limit` training forwards: memory without effect is an error, not a silent no-op.
         """
         self._check_reached_twice()
@@ -155,7 +156,7 @@ class Memory(nn.Module):
             if idle > self.idle_limit:
                 raise RuntimeError(
                     f"the rows of memory layer {module.layer} have not been updated in {self.idle_limit} training "
-                    f"forwards; build the optimizer with engram.optim.build(model, ...), freeze the rows on purpose with "
+                    f"forwards; build the optimizer with engram.optim.build(model, ...), freeze the rows with "
                     f"layer.table.trainable = False, or raise memory.idle_limit for longer accumulation"
                 )
 

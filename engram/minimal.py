@@ -1,7 +1,7 @@
 """The whole algorithm in about 100 lines of plain torch: no options, no stores, no hooks. Read this first.
 
-It is the module of the Engram demo (deepseek-ai/Engram, engram_demo_v1): orders 2 and 3, S residual streams with one key
-each and a shared value, biases, signed-square-root gate, short convolution. tests/test_minimal.py holds it equal to
+It is the module of the Engram demo (deepseek-ai/Engram, engram_demo_v1): orders 2 and 3, S residual streams with one
+key each and a shared value, biases, signed-square-root gate, short convolution. tests/test_minimal.py holds it equal to
 `engram.layer` in float64, and holds its row numbers to the golden ones.
 
     memory = MinimalEngram(hidden=64, streams=4, layer=1, classes=1000, base=1000, heads=2, head_dim=16)

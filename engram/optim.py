@@ -4,9 +4,9 @@
     loss.backward(); torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); opt.step(); opt.zero_grad()
 
 Dense parameters go to torch's AdamW. Rows go to a row-wise rule (kernels/reference.py has the formulas): only touched
-rows are read, changed and written, and the state is one fp32 scalar a row. Learning-rate multiplier 5 and weight decay 0
-for rows are the paper's (section 4.1). Row groups are ordinary `param_groups`, so schedulers, clipping, gradient scalers
-and accumulation work unchanged.
+rows are read, changed and written, and the state is one fp32 scalar a row. Learning-rate multiplier 5 and weight decay
+0 for rows are the paper's (section 4.1). Row groups are ordinary `param_groups`, so schedulers, clipping, gradient
+scalers and accumulation work unchanged.
 
 Shapes: R rows, U touched rows, W row width.
 """
@@ -44,7 +44,8 @@ def build(
     """All trainable parameters and rows of `model` -> one torch optimizer.
 
     weight_decay applies to matrices (two dimensions and more), not to norms, biases or the memory's convolution.
-    row_betas: only the second is used by "rowwise_adam" (no momentum); both by "adam", whose state has the table's size.
+    row_betas: only the second is used by "rowwise_adam" (no momentum); both by "adam", whose state has the table's
+    size.
     row_weight_decay: decoupled, applied to the rows that a step touches.
     Raises ConfigError when nothing is trainable or a choice is unknown.
     """
@@ -155,7 +156,7 @@ class EngramOptimizer(torch.optim.Optimizer):
         table.updates += 1
 
     def touched_rows(self) -> dict[int, tuple[int, int]]:
-        """Layer -> (rows that were ever updated, rows of the table); needs a rule with per-row state, reads it whole."""
+        """Layer -> (rows ever updated, rows of the table); needs a rule with per-row state, and reads it whole."""
         counts = {}
         for group in self.param_groups:
             for proxy in group["params"] if group["name"] == "rows" else ():

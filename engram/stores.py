@@ -42,7 +42,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def initial_rows(seed: int, ids_n: Tensor, width: int, std: float) -> Tensor:
-    """Initial fp32 values [n, width] of the rows `ids_n`: near-normal, mean 0, standard deviation `std`, |x| <= 4.9 std."""
+    """Initial fp32 values [n, width] of rows `ids_n`: near-normal, mean 0, deviation `std`, |x| <= 4.9 std."""
     key = _mix(torch.tensor(seed, dtype=torch.int64, device=ids_n.device) + _GAMMA)
     column_W = torch.arange(width, dtype=torch.int64, device=ids_n.device)
     counter_nW = ids_n.to(torch.int64).unsqueeze(-1) * width + column_W

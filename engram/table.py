@@ -3,10 +3,10 @@
     memory_BTM = table(rows_BTC)
 
 Rows are no `nn.Parameter`: casts and a plain optimizer would take them, and a dense gradient has the table's size. The
-gathered values are the autograd leaf. Each table registers one small proxy parameter; a hook on every gathered leaf sums
-duplicates (fp32, fixed order) into `proxy.grad` [U, W] with the row numbers beside it, a second backward merges, and
-`engram.optim` applies the pair. The proxy makes rows visible to clipping, scalers and `zero_grad`; it has no elements
-and stays out of `state_dict`.
+gathered values are the autograd leaf. Each table registers one small proxy parameter; a hook on every gathered leaf
+sums duplicates (fp32, fixed order) into `proxy.grad` [U, W] with the row numbers beside it, a second backward merges,
+and `engram.optim` applies the pair. The proxy makes rows visible to clipping, scalers and `zero_grad`; it has no
+elements and stays out of `state_dict`.
 
 Shapes: B batch, T time, C columns, W row width, M = C * W, n = B * T * C, U distinct rows.
 """

@@ -41,7 +41,8 @@ def discounts(counts_G: np.ndarray) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class _Level:
-    """Discounted counts of one order: keys_G (context * V + token, ascending), and per context total and left-over mass."""
+    """Discounted counts of one order: keys_G (context * V + token, ascending); per context its total and its rest,
+    the probability mass that the discounts leave to the lower order."""
 
     vocab_size: int
     keys_G: np.ndarray
@@ -64,7 +65,7 @@ class _Level:
         return cls(vocab_size, keys_G, counts_G, d, context_G[first_H], totals_H, taken_H / totals_H)
 
     def probability(self, context_Q: np.ndarray, token_Q: np.ndarray, lower_Q: np.ndarray) -> np.ndarray:
-        """float64 [Q]: discounted relative frequency plus the left-over mass times `lower_Q`; unseen contexts: lower_Q."""
+        """float64 [Q]: discounted relative frequency plus rest times `lower_Q`; `lower_Q` after an unseen context."""
         if not len(self.keys_G):
             return lower_Q
         row_Q, seen_Q = _find(self.contexts_H, context_Q)
@@ -100,7 +101,7 @@ class NgramModels:
     left_of_bigram: _Level
 
     def nll(self, input_ids_BT: Any, labels_BT: Any, position_ids_BT: Any) -> dict[str, np.ndarray]:
-        """Negative log probability in nats of every label, float64 [B, T] for each order; NaN where a label is negative.
+        """Negative log probability in nats of every label, float64 [B, T] for each order; NaN at negative labels.
 
         Arguments are integer arrays or CPU tensors [B, T]: what the neural model got. Raises ValueError on unequal
         shapes and on ids outside the vocabulary.
@@ -109,9 +110,8 @@ class NgramModels:
             np.asarray(x, dtype=np.int64) for x in (input_ids_BT, labels_BT, position_ids_BT)
         )
         if not (ids_BT.ndim == 2 and ids_BT.shape == labels_BT.shape == position_BT.shape):
-            raise ValueError(
-                f"input_ids {ids_BT.shape}, labels {labels_BT.shape} and position_ids {position_BT.shape} must be [B, T]"
-            )
+            shapes = f"input_ids {ids_BT.shape}, labels {labels_BT.shape} and position_ids {position_BT.shape}"
+            raise ValueError(f"{shapes} must be [B, T], all the same")
         predicted_BT = labels_BT >= 0
         _check_ids("input_ids", ids_BT, self.vocab_size)
         _check_ids("labels", labels_BT[predicted_BT], self.vocab_size)
@@ -127,7 +127,7 @@ class NgramModels:
         return out
 
     def loss(self, input_ids_BT: Any, labels_BT: Any, position_ids_BT: Any) -> dict[str, float]:
-        """Mean nats per predicted token of each order; arguments as for `nll`. Raises ValueError if nothing is predicted."""
+        """Mean nats per predicted token of each order; arguments as for `nll`. Raises ValueError if there is none."""
         nll = self.nll(input_ids_BT, labels_BT, position_ids_BT)
         if np.isnan(nll["unigram"]).all():
             raise ValueError("labels: no token is predicted (all are negative)")

@@ -12,7 +12,7 @@ else is shown when present:
     baselines                   {"unigram", "bigram", "trigram"}: nats per token on the same held-out tokens
     curve, validation           [[training tokens, nats per token], ...]: training and held-out loss
     lens, memory_layers         LensCurves.to_dict(); 0-based blocks with a memory
-    gates                       {"sample": gate_sample(...), "summary": gate_summary(...)}
+    gates                       {"sample": gate_sample(...), "summary": gate_summary(...)["layers"]}
     rows                        {"text": text_rows(...), "usage": [RowUsage.to_dict(), ...]}
 """
 
@@ -217,7 +217,7 @@ def _gate_views(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One view a memory layer: tokens with the opacity of their ground (0.04..0.62 over the layer's own range)."""
     gates = metrics.get("gates") or {}
     sample: Any = gates.get("sample")
-    by_layer = (gates.get("summary") or {}).get("layers") or {}
+    by_layer = gates.get("summary") or {}
     views: list[dict[str, Any]] = []
     for layer, rows in (sample["layers"] if sample else {}).items():
         values = [statistics.fmean(row) for row in rows]

@@ -1,6 +1,6 @@
 """Picks the implementation of each operation and says once which; the only file of kernels/ that engram/ imports.
 
-    ENGRAM_KERNELS=auto|reference      auto is the reference as long as no faster version is installed
+ENGRAM_KERNELS=auto|reference      auto is the reference as long as no faster version is installed
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
 def gate(query_BTSD: Tensor, key_BTSD: Tensor, kind: str) -> Tensor:
     """Normalised queries and keys [B, T, S, D] -> gate [B, T, S] in (0, 1).
 
-    score = <query, key> / sqrt(D). "sigmoid" is the paper's equation 4; "signed_sqrt" takes sign(s) * sqrt(max(|s|, 1e-6))
-    first, as the demo and every released model do. A score of exactly 0 gives 0.5.
+    score = <query, key> / sqrt(D). "sigmoid" is the paper's equation 4; "signed_sqrt" takes
+    sign(s) * sqrt(max(|s|, 1e-6)) first, as the demo and every released model do. A score of exactly 0 gives 0.5.
     """
     score_BTS = (query_BTSD * key_BTSD).sum(dim=-1) * query_BTSD.shape[-1] ** -0.5
     if kind == "signed_sqrt":
@@ -68,7 +68,8 @@ def rowwise_adam(
 
     v = mean over the row of g^2 at the first touch (a negative v marks a row never touched), then
     v <- beta2 v + (1 - beta2) mean g^2; row <- row - lr g / (sqrt(v) + eps). No bias correction: with the global one a
-    row first touched at step 1000 moves 25 times the learning rate. A gradient of exactly zero (masked labels) is no first
+    row first touched at step 1000 moves 25 times the learning rate. A gradient of exactly zero (masked labels) is no
+    first
     touch: starting v at 0 would let the next one move the row by lr / sqrt(1 - beta2).
     """
     square_U = grads_UW.square().mean(dim=-1)
@@ -77,9 +78,7 @@ def rowwise_adam(
     return values_UW - lr * grads_UW / (new_v_U.clamp_min(0).sqrt() + eps).unsqueeze(-1), new_v_U
 
 
-def rowwise_adagrad(
-    values_UW: Tensor, grads_UW: Tensor, v_U: Tensor, lr: float, eps: float
-) -> tuple[Tensor, Tensor]:
+def rowwise_adagrad(values_UW: Tensor, grads_UW: Tensor, v_U: Tensor, lr: float, eps: float) -> tuple[Tensor, Tensor]:
     """One row-wise Adagrad step: v <- v + mean over the row of g^2 (from 0); row <- row - lr g / (sqrt(v) + eps)."""
     new_v_U = v_U.clamp_min(0) + grads_UW.square().mean(dim=-1)
     return values_UW - lr * grads_UW / (new_v_U.sqrt() + eps).unsqueeze(-1), new_v_U

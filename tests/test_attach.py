@@ -1,4 +1,4 @@
-"""Memory inside transformers models: bit-identical when zero, out again without a trace, loud where it would be wrong."""
+"""Memory inside transformers models: bit-identical when zero, out again without a trace, loud where wrong."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from engram import __version__, cli, families
 from engram.cli import main
@@ -236,13 +237,26 @@ def test_errors_give_a_status_and_one_line(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_dry_run_prints_everything_and_a_result_its_plain_values(
+    target: Callable[[Callable[..., Any]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = {"config": {"steps": 7, "memory": {"layers": [1, 2]}}, "metrics": {"loss": 1.5, "lens": {"kl": [0.5]}}}
+    target(lambda **_: result)
+    assert main(["train", "a.yaml", "--dry-run"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == result
+    assert main(["train", "a.yaml"]) == 0
+    assert capsys.readouterr().out.split() == ["loss", "1.5"]
+
+
 def test_interruption_is_130(target: Callable[[Callable[..., Any]], None], capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(**_: Any) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("saved; go on with --resume")
 
     target(interrupted)
     assert main(["train", "a.yaml"]) == 130
-    assert "interrupted" in capsys.readouterr().err
+    assert "go on with --resume" in capsys.readouterr().err
+    assert main(["train", "a.yaml", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["status"] == 130
 
 
 def test_a_result_with_failures_is_status_1(target: Callable[[Callable[..., Any]], None]) -> None:

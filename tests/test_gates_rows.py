@@ -89,7 +89,7 @@ def test_gate_summary_against_numpy_and_by_count() -> None:
     model, handle = attached()
     one, other = batch(1), batch(2)
     one["labels"][0, :4] = -100
-    counts = count_ngrams(handle.memory.layer(0).hash, [batch(1), batch(3)])
+    counts = count_ngrams(handle.memory.layer(0).hash, [batch(1), batch(1), batch(1), batch(3)])
     summary = gate_summary(model, handle, [one, other], counts)
     keep = np.concatenate([(b["labels"] != -100).flatten().numpy() for b in (one, other)])
     assert summary["tokens"] == keep.sum() == 44
@@ -105,6 +105,13 @@ def test_gate_summary_against_numpy_and_by_count() -> None:
             total = sum(bucket["tokens"] * bucket["mean"] for bucket in buckets)
             assert total / 44 == pytest.approx(got["mean"], abs=1e-6)
         assert {bucket["from"] for bucket in got["by_count"]["3"]} >= {0, 1}, "unseen and seen n-grams are told apart"
+        seen = by_hand(handle.memory.layer(0).hash, [batch(1), batch(1), batch(1), batch(3)])[2]
+        queries = windows_of(handle.memory.layer(0).hash, [one, other])
+        times = [seen[tuple(window[:2])] for window in np.concatenate(list(queries))[keep].tolist()]
+        assert {0, 1, 3} <= set(times), "each kind of bucket is tried at its ends"
+        for bucket in got["by_count"]["2"]:
+            inside = [bucket["from"] <= count <= bucket["to"] for count in times]
+            assert bucket["tokens"] == sum(inside) and bucket["mean"] == pytest.approx(flat[inside].mean(), abs=1e-6)
     assert gate_summary(model, handle, [one, other], max_tokens=7)["tokens"] == 7
     with pytest.raises(ValueError, match="no counted token"):
         gate_summary(model, handle, [])

@@ -65,7 +65,10 @@ def test_the_layer_equals_the_listing_in_float64_with_every_gradient() -> None:
         "value bias": (layer.value.bias.grad, minimal.value.bias.grad),
         "key": (layer.key.weight.grad, torch.cat([k.weight.grad for k in minimal.keys])),  # type: ignore[misc]
         "key bias": (layer.key.bias.grad, torch.cat([k.bias.grad for k in minimal.keys])),  # type: ignore[misc]
-        **{n: (getattr(layer, n).grad, getattr(minimal, n).grad) for n in ("key_norm", "query_norm", "conv_norm", "conv")},
+        **{
+            n: (getattr(layer, n).grad, getattr(minimal, n).grad)
+            for n in ("key_norm", "query_norm", "conv_norm", "conv")
+        },
     }
     for name, (ours, theirs) in pairs.items():
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
@@ -73,7 +76,9 @@ def test_the_layer_equals_the_listing_in_float64_with_every_gradient() -> None:
     dense = minimal.rows.weight.grad
     assert dense is not None and proxy.row_ids is not None and proxy.grad is not None
     assert torch.equal(dense.abs().sum(1).nonzero().flatten(), proxy.row_ids)
-    torch.testing.assert_close(proxy.grad.double(), dense[proxy.row_ids], rtol=1e-5, atol=1e-6)  # rows are summed in fp32
+    torch.testing.assert_close(
+        proxy.grad.double(), dense[proxy.row_ids], rtol=1e-5, atol=1e-6
+    )  # rows are summed in fp32
 
 
 def test_transformers_qwen4_exp_computes_the_same_layer() -> None:

@@ -193,7 +193,7 @@ def test_schedulers_and_scalers_reach_the_rows() -> None:
 
 
 def test_a_scaler_skips_a_step_whose_row_gradient_is_infinite() -> None:
-    layer, ids, x = _model()
+    layer, ids, _ = _model()
     optimizer = engram.optim.build(layer, lr=1e-2)
     before = layer.table.store.rows.clone()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -290,9 +290,9 @@ class LargestOutput(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.owned:
-                if tensor.numel() > self.largest:
-                    self.largest, self.name = tensor.numel(), str(func)
+            fresh = isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.owned
+            if fresh and tensor.numel() > self.largest:
+                self.largest, self.name = tensor.numel(), str(func)
         return out
 
 
@@ -339,7 +339,9 @@ print(psutil.Process().memory_info().rss - held)
 def test_resident_memory_of_steps_does_not_depend_on_the_number_of_rows() -> None:
     """10^4 against 10^7 rows (160 MB of rows): beyond table and row state, both grow by the batch's temporaries."""
     grown = [
-        int(subprocess.run([sys.executable, "-c", GROWTH, str(rows)], capture_output=True, check=True, text=True).stdout)
+        int(
+            subprocess.run([sys.executable, "-c", GROWTH, str(rows)], capture_output=True, check=True, text=True).stdout
+        )
         for rows in (10**4, 10**7)
     ]
     assert abs(grown[0] - grown[1]) < 24 * 2**20, f"grew by {grown} bytes; the larger table alone is 160 MB"

@@ -79,11 +79,9 @@ def one_result(arm: str = "memory", seed: int = 0, loss: float = 3.2, rho: float
         "gates": {
             "sample": {"ids": list(range(10)), "tokens": tokens, "layers": {"1": [[i / 10] for i in range(10)]}},
             "summary": {
-                "layers": {
-                    "1": {
-                        "quantiles": {"0.5": 0.4},
-                        "by_count": {"2": [{"from": 4096, "to": None, "tokens": 5, "mean": 0.4}]},
-                    }
+                "1": {
+                    "quantiles": {"0.5": 0.4},
+                    "by_count": {"2": [{"from": 4096, "to": None, "tokens": 5, "mean": 0.4}]},
                 }
             },
         },
@@ -397,7 +395,7 @@ def test_a_real_memory_from_measurement_to_page(tmp_path: Path, tiny_model: Call
         "memory_layers": [1],
         "gates": {
             "sample": gate_sample(model, handle, tokenizer, "<B>&<SCRIPT>"),
-            "summary": gate_summary(model, handle, [batch], count_ngrams(ngram_hash, [batch])),
+            "summary": gate_summary(model, handle, [batch], count_ngrams(ngram_hash, [batch]))["layers"],
         },
         "rows": {
             "text": text_rows(ngram_hash, tokenizer, "<B>&<SCRIPT>"),
@@ -410,5 +408,12 @@ def test_a_real_memory_from_measurement_to_page(tmp_path: Path, tiny_model: Call
     assert not page.open and "<SCRIPT>" not in raw
     assert sum(tag == "span" for tag, _ in page.tags) == 12 and sum(tag == "img" for tag, _ in page.tags) == 2
     first_row = " ".join(map(str, one["metrics"]["rows"]["text"]["rows"][0][:2]))
-    for part in (f"{metrics['loss']:.4f}", "∅<", first_row, "2-gram", "Block 1: 48 tokens touched", "3-gram"):
+    for part in (
+        f"{metrics['loss']:.4f}",
+        "∅<",
+        first_row,
+        "2-gram",
+        "Block 1: 48 tokens touched",
+        "quantiles of the gate",
+    ):
         assert part in page.text, part

@@ -4,8 +4,8 @@
     engram ablate configs/ablations/allocation.yaml --out runs/allocation
 
 The YAML names a base run (`run`, TrainConfig fields), a `grid` of dotted keys with their values, and `seeds`. Every
-combination is an arm. Arms of a seed see the same data in the same order and start from equal values where shapes agree.
-Finished runs are skipped, interrupted ones resumed. On a CPU one run goes to each core, with one thread each.
+combination is an arm. Arms of a seed see the same data in the same order and start from equal values where shapes
+agree. Finished runs are skipped, interrupted ones resumed. On a CPU one run goes to each core, with one thread each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from engram.eval.stats import mean_interval, paired_difference
 from engram.strict import ConfigError, apply_overrides, from_dict, load_yaml, merge, require, to_dict
 from engram.train.budget import describe
 from engram.train.data import prepare
-from engram.train.loop import train
+from engram.train.loop import train_run
 from engram.train.recipe import TrainConfig
 
 RUN_SNIPPET = "import sys; from engram.train.ablate import run_one; sys.exit(run_one(sys.argv[1]))"
@@ -44,7 +44,8 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class AblationConfig:
-    """A study: `run` (TrainConfig fields), `grid` (dotted key -> values), `seeds`, and the arm that others are paired with.
+    """A study: `run` (TrainConfig fields), `grid` (dotted key -> values), `seeds`, and the arm that others are paired
+    with.
 
     arms      named arms as lists of overrides, beside or instead of the grid: {"no gate": ["memory.gate=none"]}.
     baseline  name of the reference arm; default: the first.
@@ -107,7 +108,7 @@ def run_config(
     study = from_dict(AblationConfig, apply_overrides(load_yaml(config), overrides))
     if dry_run:
         return dry(study)
-    return ablate(study, Path(out) if out else Path("runs") / study.name, workers)
+    return run_study(study, Path(out) if out else Path("runs") / study.name, workers)
 
 
 def dry(study: AblationConfig) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def dry(study: AblationConfig) -> dict[str, Any]:
     }
 
 
-def ablate(study: AblationConfig, out: Path, workers: int | None = None, quiet: bool = False) -> dict[str, Any]:
+def run_study(study: AblationConfig, out: Path, workers: int | None = None, quiet: bool = False) -> dict[str, Any]:
     """Do every run that is not finished, then table, figures and report in `out` -> summary dictionary.
 
     workers  runs at a time; default one a core on a CPU, one on a GPU; 0 runs them one by one in this process.
@@ -147,7 +148,7 @@ def ablate(study: AblationConfig, out: Path, workers: int | None = None, quiet: 
 
 
 def summarise(study: AblationConfig, out: Path, failed: dict[str, str] | None = None) -> dict[str, Any]:
-    """Results in `out` -> summary.json, table.md, figures and report.html; raises ConfigError when no run is finished."""
+    """Results in `out` -> summary.json, table.md, figures, report.html. Raises ConfigError when no run is finished."""
     results = [
         read_result(out / run.folder / "result.json")
         for run in study.runs()
@@ -216,7 +217,7 @@ def _loss_at_equal_time(seed: int, name: str, results: Sequence[dict[str, Any]])
 def _guarded(run: Planned, folder: Path, quiet: bool) -> str | None:
     """Train one run in this process; an error is written to failed.json and returned. Ctrl-C passes."""
     try:
-        train(run.config, folder, resume=True, quiet=quiet)
+        train_run(run.config, folder, resume=True, quiet=quiet)
         (folder / "failed.json").unlink(missing_ok=True)
         return None
     except Exception as error:
@@ -254,7 +255,11 @@ def _in_processes(todo: Sequence[Planned], out: Path, workers: int, quiet: bool)
         env = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         with (folder / "output.txt").open("w", encoding="utf-8") as output:
             child = subprocess.Popen(
-                [sys.executable, "-c", RUN_SNIPPET, str(job)], stdout=output, stderr=subprocess.STDOUT, env=env, text=True
+                [sys.executable, "-c", RUN_SNIPPET, str(job)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                text=True,
             )
             children[run.folder] = child
             code = child.wait()
@@ -358,7 +363,9 @@ def _finished(out: Path, run: Planned) -> bool:
     ours = json.loads(json.dumps(run.config.to_dict()))
     if theirs != ours:
         changed = [key for key in ours if ours[key] != theirs.get(key)]
-        raise ConfigError(f"out: {path} is the result of another configuration ({', '.join(changed)}); use another --out")
+        raise ConfigError(
+            f"out: {path} is the result of another configuration ({', '.join(changed)}); use another --out"
+        )
     return True
 
 
@@ -382,4 +389,3 @@ def _inline(value: Any) -> str:
 
 def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.=-]+", "_", name).strip("_") or "arm"
-

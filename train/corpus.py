@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from engram.strict import ConfigError, require
-from engram.train.textfiles import column_texts, expand, fingerprint, is_known, load_datasets, reason, rows
+from engram.train.textfiles import column_texts, expand, file_texts, fingerprint, is_known, load_datasets, reason
 
 LONGEST_HELD_OUT = 65_536
 """Characters kept of one held-out document. One file of the standard library (pydoc_data/topics.py) is 7 % of the
 corpus; uncut it would be most of a 5 % validation set."""
 _SKIPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
+_SPLIT_NAME = re.compile(r"\w+(\[[\d:%-]*\])?")  # of a Hugging Face data set: never taken for a folder of that name
 _DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -140,7 +141,7 @@ def open_sources(cfg: DataConfig) -> tuple[Source, Source | None]:
     if cfg.validation is None:
         return train, None
     single = cfg.validation if isinstance(cfg.validation, str) else None
-    if train.identity["kind"] == "hub" and single is not None and not _looks_local(single):
+    if train.identity["kind"] == "hub" and single is not None and _SPLIT_NAME.fullmatch(single):
         require(single != cfg.split, f"validation: {single!r} is the training split; name another split")
         return train, _hub("validation", cfg, train.identity["name"], single)
     items = (cfg.validation,) if isinstance(cfg.validation, str) else cfg.validation
@@ -185,12 +186,12 @@ def content_hash(text: str, seed: int) -> int:
 def _stdlib(root: Path) -> list[tuple[str, Path]]:
     """(name, file) of the library's sources, by name; `_sysconfigdata*` and `config-*` hold paths of the build."""
     out = []
-    for path in root.rglob("*.py"):
-        parts = path.relative_to(root).parts
-        if any(part in _SKIPPED or part.startswith("config-") for part in parts[:-1]):
-            continue
-        if not parts[-1].startswith("_sysconfigdata"):
-            out.append(("/".join(parts), path))
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _SKIPPED and not name.startswith("config-")]
+        for name in names:
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                path = Path(folder, name)
+                out.append((path.relative_to(root).as_posix(), path))
     return sorted(out)
 
 
@@ -248,7 +249,7 @@ def _files(where: str, cfg: DataConfig, items: Sequence[str]) -> Source:
 
     def read() -> Iterator[str | None]:
         for path in paths:
-            yield from rows(where, path, cfg.text_column, cfg.txt_characters)
+            yield from file_texts(where, path, cfg.text_column, cfg.txt_characters)
 
     names = tuple(p.name for p in paths[:8])
     return Source(", ".join(items), identity, read, names, frozenset(str(p.resolve()) for p in paths))

@@ -309,9 +309,7 @@ def _open_cache(cfg: DataConfig, seed: int, folder: Path) -> Corpus:
     if cfg.tokenizer == "bpe" and meta["vocab_size"] < cfg.vocab_size:
         say(f"vocab_size: {cfg.vocab_size} asked, the text gives a BPE of {meta['vocab_size']} ids only")
     if found := train.counts["eot_in_text"] + validation.counts["eot_in_text"]:
-        say(
-            f"WARNING: the text holds the end-of-text token {meta['eot']!r} {found} times by itself; documents split there"
-        )
+        say(f"WARNING: the text itself holds the end-of-text token {meta['eot']!r} ({found} times) and is split there")
     description = {**meta, "key": folder.name, "seed": seed, "seq_len": cfg.seq_len, "epochs": cfg.epochs}
     description["validation_tokens"] = windows * cfg.seq_len
     return Corpus(cfg, seed, train, validation, tokenizer, meta["eot_id"], meta["vocab_size"], description, folder)

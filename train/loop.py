@@ -3,8 +3,8 @@
     engram train configs/runs/smoke.yaml --set steps=200 --out runs/smoke
     engram train configs/runs/smoke.yaml --out runs/smoke --resume
 
-A run folder holds config.json (everything), log.jsonl (one line per `log_every` steps), checkpoint/, tokenizer/ and, when
-it is finished, result.json. Ctrl-C finishes the step, saves, and says how to go on.
+A run folder holds config.json (everything), log.jsonl (one line per `log_every` steps), checkpoint/, tokenizer/ and,
+when it is finished, result.json. Ctrl-C finishes the step, saves, and says how to go on.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from engram.eval.report import result, write_json
 from engram.strict import ConfigError, require
 from engram.table import RowProxy
 from engram.train import snapshots
-from engram.train.assemble import Built, assemble
+from engram.train.assembly import Built, assemble
 from engram.train.balance import Balancer
 from engram.train.budget import describe
 from engram.train.data import Corpus, prepare
 from engram.train.recipe import TrainConfig, load
-from engram.train.study import study
+from engram.train.study import examine
 from engram.train.trackers import Tracker
 
 LEARNING_CHECK = 10
@@ -56,7 +56,7 @@ def run_config(
     if dry_run:
         return dry(cfg)
     folder = Path(out) if out else Path("runs") / f"{Path(config).stem}-{cfg.seed}"
-    return train(cfg, folder, resume=resume)
+    return train_run(cfg, folder, resume=resume)
 
 
 def dry(cfg: TrainConfig) -> dict[str, Any]:
@@ -74,10 +74,11 @@ def dry(cfg: TrainConfig) -> dict[str, Any]:
     }
 
 
-def train(cfg: TrainConfig, folder: Path, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+def train_run(cfg: TrainConfig, folder: Path, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
     """Train one run in `folder` -> its result, also written to result.json.
 
-    Raises ConfigError before anything is trained when the configuration, the data, the folder or the free space will not
+    Raises ConfigError before anything is trained when the configuration, the data, the folder or the free space will
+    not
     do, when `folder` holds a run and `resume` is not set, or when its checkpoint belongs to another configuration.
     """
     if cfg.threads:
@@ -108,7 +109,7 @@ class Run:
         windows = cfg.steps * cfg.accumulate
         require(
             len(self.reader) >= windows,
-            f"steps: {cfg.steps} x accumulate {cfg.accumulate} need {windows} batches, the data gives {len(self.reader)}; "
+            f"steps: {cfg.steps} x accumulate {cfg.accumulate} need {windows} batches, there are {len(self.reader)}; "
             "lower steps, give more text, or allow repetition with data.epochs",
         )
         built.model.to(self.accelerator.device)
@@ -140,16 +141,15 @@ class Run:
             self.folder.joinpath("log.jsonl").unlink()
         self.corpus.tokenizer.save_pretrained(str(self.folder / "tokenizer"))
         write_json(self.folder / "config.json", self.cfg)
-        with Tracker(self.folder / "log.jsonl", self.cfg, resumed_at=self.step) as tracker, self._progress() as bar:
-            with _stop_signal() as stop:
-                while self.step < self.cfg.steps:
-                    line = self._one_step()
-                    self._after_step(line, tracker, bar)
-                    if stop and self.step < self.cfg.steps:
-                        self._save()
-                        raise Interrupted(f"stopped at step {self.step} and saved; go on with --resume --out {self.folder}")
+        log = self.folder / "log.jsonl"
+        with Tracker(log, self.cfg, self.step) as tracker, self._progress() as bar, _stop_signal() as stop:
+            while self.step < self.cfg.steps:
+                self._after_step(self._one_step(), tracker, bar)
+                if stop and self.step < self.cfg.steps:
+                    self._save()
+                    raise Interrupted(f"stopped at step {self.step} and saved; go on with --resume --out {self.folder}")
         self._save()
-        metrics = study(self.cfg, self.corpus, self.built, self.reader)
+        metrics = examine(self.cfg, self.corpus, self.built, self.reader)
         finished = result(self.cfg, self.cfg.seed, {**self._facts(), **metrics})
         write_json(self.folder / "result.json", finished)
         return finished
@@ -201,7 +201,8 @@ class Run:
         if step % cfg.log_every == 0 or step == 1 or "validation" in line:
             tracker.log(line)
             for task in bar.task_ids:
-                bar.update(task, completed=step, **_shown(line))
+                bar.update(task, completed=step)
+                bar.tasks[0].fields.update(_shown(line))
         if cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and not last:
             self._save()
 
@@ -288,10 +289,12 @@ def _shown(line: dict[str, Any]) -> dict[str, str]:
 
 
 def _claim(folder: Path, cfg: TrainConfig, resume: bool, built: Built) -> dict[str, Any] | None:
-    """Check the run folder before training: writable, room for checkpoints, ours -> the saved state to resume, or None."""
+    """Check the run folder before training (writable, roomy, ours) -> the saved state to resume, or None."""
     saved = snapshots.read_state(folder) if folder.exists() else None
     if saved is not None and not resume:
-        raise ConfigError(f"out: {folder} holds a run at step {saved['step']}; add --resume to go on, or choose another")
+        raise ConfigError(
+            f"out: {folder} holds a run at step {saved['step']}; add --resume to go on, or choose another"
+        )
     if saved is not None:
         ours, theirs = json.loads(json.dumps(cfg.to_dict())), saved["config"]
         changed = [k for k in ours if k not in FREE_TO_CHANGE and ours[k] != theirs.get(k)]
@@ -342,4 +345,3 @@ def _stop_signal() -> Iterator[list[int]]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-

@@ -2,8 +2,8 @@
 
     cfg = load("configs/runs/smoke.yaml", overrides=["rho=0.8", "steps=200"])
 
-`memory` holds EngramConfig fields; `hidden_size` comes from the backbone and `seed` from the run unless given. With `rho`
-the backbone is the rho=1 reference of a budget and the arm is planned by train/budget.py; without it backbone and
+`memory` holds EngramConfig fields; `hidden_size` comes from the backbone and `seed` from the run unless given. With
+`rho` the backbone is the rho=1 reference of a budget and the arm is planned by train/budget.py; without it backbone and
 memory are built as they stand.
 """
 
@@ -48,7 +48,9 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _check_choices(self, "optimizer")
         require(self.lr > 0, f"optimizer.lr: {self.lr} must be greater than 0")
-        require(self.row_lr_multiplier >= 0, f"optimizer.row_lr_multiplier: {self.row_lr_multiplier} must not be negative")
+        require(
+            self.row_lr_multiplier >= 0, f"optimizer.row_lr_multiplier: {self.row_lr_multiplier} must not be negative"
+        )
         require(0 <= self.warmup < 1, f"optimizer.warmup: {self.warmup} is a share of all steps, 0 to below 1")
         require(0 <= self.final_lr <= 1, f"optimizer.final_lr: {self.final_lr} is a share of lr, 0 to 1")
         require(self.clip >= 0, f"optimizer.clip: {self.clip} must be 0 (off) or a norm")
@@ -118,7 +120,9 @@ class TrainConfig:
         for name in ("eval_every", "checkpoint_every"):
             require(getattr(self, name) >= 0, f"{name}: {getattr(self, name)} must be 0 (at the end only) or a number")
         require(self.threads is None or self.threads >= 1, f"threads: {self.threads} must be at least 1")
-        require(self.rho is None or self.memory is not None or self.rho == 1, "rho: below 1 it needs a `memory` section")
+        require(
+            self.rho is None or self.memory is not None or self.rho == 1, "rho: below 1 it needs a `memory` section"
+        )
         require(
             self.data.seq_len <= self.backbone.max_position,
             f"data.seq_len: {self.data.seq_len} exceeds backbone.max_position {self.backbone.max_position}",
@@ -132,16 +136,19 @@ class TrainConfig:
         filled = {"hidden_size": self.backbone.hidden_size, "seed": self.seed, **self.memory}
         cfg = from_dict(EngramConfig, filled, "memory")
         for layer in cfg.layers:
-            require(layer < self.backbone.blocks, f"memory.layers: block {layer}, the backbone has {self.backbone.blocks}")
+            require(
+                layer < self.backbone.blocks, f"memory.layers: block {layer}, the backbone has {self.backbone.blocks}"
+            )
         return cfg
 
     def arm(self, vocab_size: int) -> Arm:
         """What to build, with its costs counted: the planned arm of `rho`, or backbone and memory as they stand."""
-        memory, sizes = self.engram(), {"seq_len": self.data.seq_len, "vocab_size": vocab_size}
+        memory, seq_len = self.engram(), self.data.seq_len
         if self.rho is None and memory is not None:
-            return plan(self.backbone, memory, 1.0, mode="on_top", **sizes)
+            return plan(self.backbone, memory, 1.0, seq_len=seq_len, vocab_size=vocab_size, mode="on_top")
         template = memory or EngramConfig(hidden_size=self.backbone.hidden_size, layers=(0,))
-        return plan(self.backbone, template, 1.0 if self.rho is None else self.rho, **sizes)
+        rho = 1.0 if self.rho is None else self.rho
+        return plan(self.backbone, template, rho, seq_len=seq_len, vocab_size=vocab_size)
 
     @property
     def tokens(self) -> int:

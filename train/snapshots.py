@@ -3,8 +3,8 @@
     save(folder, model, optimizer, {"step": 40, "reader": reader.state()})
     state = load(folder, model, optimizer)
 
-A folder `checkpoint/` holds model.safetensors (weights, buffers and rows), optimizer.safetensors, random.safetensors and
-state.json. It is complete or absent: a new one is written as `checkpoint.new`, the old one steps aside as
+A folder `checkpoint/` holds model.safetensors (weights, buffers and rows), optimizer.safetensors, random.safetensors
+and state.json. It is complete or absent: a new one is written as `checkpoint.new`, the old one steps aside as
 `checkpoint.old` while the two are exchanged, and a reader takes whichever is whole. Nothing is pickled.
 """
 
@@ -30,7 +30,8 @@ FORMAT = 1
 
 
 def save(run: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
-    """Model, optimizer, every random state and plain `state` -> run/checkpoint. Raises OSError when it cannot be written;
+    """Model, optimizer, every random state and plain `state` -> run/checkpoint. Raises OSError when it cannot be
+    written;
     the checkpoint before it is then still there."""
     run = Path(run)
     new, old, final = run / NEW, run / OLD, run / NAME

@@ -1,6 +1,8 @@
 """What a finished run is asked: held-out loss, the logit lens, gates, rows, and n-gram models of the same tokens.
 
-    metrics = study(cfg, corpus, built, reader)
+    metrics = examine(cfg, corpus, built, reader)
+
+Every answer is plain data in the shape of eval/report.py.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from engram.eval.lens import logit_lens
 from engram.eval.loss import held_out_loss
 from engram.eval.report import write_json
 from engram.eval.rows import count_ngrams, row_usage, text_rows
-from engram.train.assemble import Built
+from engram.train.assembly import Built
 from engram.train.data import Corpus
 from engram.train.recipe import TrainConfig
 from engram.train.windows import WindowReader, make_batch
@@ -27,7 +29,7 @@ CLEAR_MARGIN = 0.1
 SAMPLE_TOKENS = 96
 
 
-def study(cfg: TrainConfig, corpus: Corpus, built: Built, reader: WindowReader) -> dict[str, Any]:
+def examine(cfg: TrainConfig, corpus: Corpus, built: Built, reader: WindowReader) -> dict[str, Any]:
     """Metrics of a trained model, as plain data in the shape of eval/report.py."""
     loss = held_out_loss(built.model, corpus.validation_batches())
     metrics: dict[str, Any] = {"loss": loss.nats, "loss_tokens": loss.tokens, "tags": []}

@@ -98,7 +98,7 @@ def fingerprint(where: str, paths: Sequence[Path]) -> dict[str, Any]:
     return {"files": len(paths), "bytes": total, "sha256": digest.hexdigest()}
 
 
-def rows(where: str, path: Path, column: str, txt_characters: int) -> Iterator[str | None]:
+def file_texts(where: str, path: Path, column: str, txt_characters: int) -> Iterator[str | None]:
     """Texts of one file; None where a row has none. `txt_characters` is the longest document cut from a .txt file.
 
     Raises ConfigError, naming the file, for whatever is wrong with it.

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: JSON lines always, Weights & Biases only when asked for, and its failure never stops a run."""
+"""Where a run's numbers go: JSON lines always; Weights & Biases when asked for, whose failure never stops a run."""
 
 from __future__ import annotations
 

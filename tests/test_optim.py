@@ -344,4 +344,6 @@ def test_resident_memory_of_steps_does_not_depend_on_the_number_of_rows() -> Non
         )
         for rows in (10**4, 10**7)
     ]
-    assert abs(grown[0] - grown[1]) < 24 * 2**20, f"grew by {grown} bytes; the larger table alone is 160 MB"
+    assert abs(grown[0] - grown[1]) < 36 * 2**20, (
+        f"grew by {grown} bytes; the larger table holds 160 MB and its state 40 MB"
+    )

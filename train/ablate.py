@@ -148,14 +148,14 @@ def run_study(study: AblationConfig, out: Path, workers: int | None = None, quie
 
 
 def summarise(study: AblationConfig, out: Path, failed: dict[str, str] | None = None) -> dict[str, Any]:
-    """Results in `out` -> summary.json, table.md, figures, report.html. Raises ConfigError when no run is finished."""
+    """Results in `out` -> summary.json, table.md, figures, report.html. Raises RuntimeError when no run is finished."""
     results = [
         read_result(out / run.folder / "result.json")
         for run in study.runs()
         if (out / run.folder / "result.json").is_file()
     ]
     if not results:
-        raise ConfigError(f"no run of {study.name} is finished: {failed}")
+        raise RuntimeError(f"no run of {study.name} is finished: {failed}")
     names = [name for name, _ in study.overrides()]
     baseline = study.baseline or names[0]
     summary = {

@@ -19,7 +19,7 @@ from rich.table import Table
 import engram
 from engram.eval.figures import result_figures, save_png
 from engram.eval.report import build_report, read_result, summary, verdict
-from engram.strict import ConfigError, apply_overrides, from_dict, load_yaml, require
+from engram.strict import apply_overrides, from_dict, load_yaml, require
 from engram.train.ablate import AblationConfig, run_study
 
 COMMAND = "engram quickstart"
@@ -31,14 +31,14 @@ def run(out: str, overrides: list[str], toy: bool = False) -> dict[str, Any]:
     dictionary.
 
     toy  a size for tests: seconds instead of minutes, and losses that say nothing.
-    Raises ConfigError when a run failed, with its error.
+    Raises RuntimeError when a run failed, with its error.
     """
     began = time.monotonic()
     data = load_yaml(CONFIGS / ("quickstart-toy.yaml" if toy else "quickstart.yaml"))
     study, folder = from_dict(AblationConfig, apply_overrides(data, overrides)), Path(out)
     found = run_study(study, folder)
     if found["failed"]:
-        raise ConfigError("; ".join(f"{name}: {error}" for name, error in found["failed"].items()))
+        raise RuntimeError("; ".join(f"{name}: {error}" for name, error in found["failed"].items()))
     found |= rebuild_report(out)
     found["seconds"] = round(time.monotonic() - began, 1)
     Console(stderr=True).print(f"{found['seconds']:.0f} s in all; report: {found['report']}", highlight=False)
@@ -58,9 +58,9 @@ def rebuild_report(run: str) -> dict[str, Any]:
     report = build_report(results, figures, folder / "report.html", title="Engram quickstart", command=COMMAND)
     console = Console(stderr=True)
     columns, rows = summary(results)
-    table = Table(*columns, title="held-out loss, nats per token", title_justify="left")
-    for row in rows:
-        table.add_row(*row)
+    table = Table("", *(row[0] for row in rows), title_justify="left")  # one column an arm fits any terminal
+    for index, name in enumerate(columns[1:], start=1):
+        table.add_row(name, *(row[index] for row in rows))
     console.print(table)
     if all(one["metrics"].get("lens") for one in results):
         console.print(_depths(results))

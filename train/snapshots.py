@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -92,7 +92,7 @@ def load(run: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
             tensors = _load_tensors(folder / "optimizer.safetensors")
             optimizer.load_state_dict(_join_state(about["optimizer"], tensors))
             _restore_random(about["random"], _load_tensors(folder / "random.safetensors"))
-    except (RuntimeError, ValueError, KeyError, OSError) as error:
+    except (SafetensorError, RuntimeError, ValueError, KeyError, OSError) as error:
         raise ConfigError(f"checkpoint: {folder} does not fit this model: {error}") from error
     return dict(about["state"])
 

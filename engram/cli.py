@@ -34,6 +34,7 @@ TARGETS = {
     "rows": "engram.inspecting:rows_of",
     "verify": "engram.inspecting:verify_families",
     "info": "engram.info:machine",
+    "bench": "engram.eval.bench:run",
 }
 """Command -> "module:function". The function takes keyword arguments and returns plain data or None."""
 
@@ -41,6 +42,7 @@ VIEWS = {
     "rows": "engram.inspecting:print_rows",
     "verify": "engram.inspecting:print_verdicts",
     "info": "engram.info:print_machine",
+    "bench": "engram.eval.bench:show",
 }
 """Command -> "module:function" that prints its result for a person; the others get `_print_summary`."""
 
@@ -205,6 +207,16 @@ def _verify(as_json: Json = False, debug: Debug = False) -> None:
 def _info(as_json: Json = False, debug: Debug = False) -> None:
     """Devices, memory, the limit on pinned memory, and versions: what to paste into a report."""
     _run("info", as_json, debug)
+
+
+@app.command("bench")
+def _bench(
+    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Timed rounds a claim.")] = 30,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Speed claims as ratios of two things timed in one run."""
+    _run("bench", as_json, debug, rounds=rounds)
 
 
 def _failed(result: Any) -> bool:

@@ -228,7 +228,7 @@ def result_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
     if sample:
         figures["gates"] = gate_text(sample)
     differences = difference_points(results)
-    if differences:
+    if len(differences) > 1 or any(point["n"] > 1 for point in differences):  # one point of one seed is no figure
         figures["differences"] = paired_differences(differences)
     return figures
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "rows": {"--family", "--layer", "--ids", "--text", "--tokenizer", "--blocked", *COMMON},
     "verify": COMMON,
     "info": COMMON,
+    "bench": {"--rounds", *COMMON},
 }
 """Frozen: whoever adds or renames a command or an option changes this table, the README and the changelog with it."""
 

@@ -1,0 +1,42 @@
+"""The benchmark's arithmetic and shape; its times are no test."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from engram.cli import main
+from engram.eval import bench
+
+
+def test_a_claim_is_the_ratio_of_medians() -> None:
+    one = bench.claim("x", [2.0, 4.0, 3.0], [1.0, 2.0, 4.0], target=2.0)
+    assert (one["value"], one["against"], one["ratio"], one["ok"]) == (3.0, 2.0, 1.5, True)
+    assert one["rounds"] == 3 and one["quartiles"][0] <= 2.0 <= one["quartiles"][1]
+    assert not bench.claim("x", [2.2, 2.2], [1.0, 1.0], target=2.0)["ok"]
+
+
+def test_sides_take_turns_and_warm_up_is_not_counted() -> None:
+    calls: list[str] = []
+    times = bench.alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=4, warm_up=1)
+    assert calls == ["b", "a", "a", "b", "b", "a", "a", "b", "b", "a"] and [len(t) for t in times.values()] == [4, 4]
+
+
+def test_the_command_prints_claims(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench.run, "__defaults__", (2, 20_000))
+    assert main(["bench", "--rounds", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["hardware"]["cpu"]["cores"] >= 1
+    for one in found["claims"]:
+        assert {"id", "value", "against", "ratio", "target", "ok"} <= set(one)
+    assert [one["id"] for one in found["claims"]] == ["model-step-at-2e+04-rows", "layer-step-at-2e+04-rows"]
+    assert main(["bench", "--rounds", "2"]) == 0
+
+
+def test_a_step_that_does_not_update_is_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", lambda *_, **__: None)
+    monkeypatch.setattr(bench.engram.optim.EngramOptimizer, "_step_rows", lambda *_: None)
+    with pytest.raises(RuntimeError, match="did not update"):
+        bench.step_time("layer", 2, 20_000)

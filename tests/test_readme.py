@@ -1,0 +1,38 @@
+"""The README's examples run, its numbers are those of the committed results, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from engram.eval.report import markdown_table, read_result, verdict
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", README, flags=re.S))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("name", ["own", "attach"])
+def test_the_examples_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(EXAMPLES[name], f"README:{name}", "exec"), {"__name__": "readme"})
+    if name == "attach":
+        assert "torch.Size([2, 16, 1]) torch.Size([2, 16, 8])" in capsys.readouterr().out
+
+
+def test_the_quickstart_table_is_that_of_the_committed_results() -> None:
+    results = [read_result(path) for path in sorted((ROOT / "eval" / "results" / "quickstart").glob("*.json"))]
+    assert len(results) == 2
+    block = README.partition("<!-- quickstart -->\n")[2].partition("<!-- /quickstart -->")[0]
+    assert markdown_table(results) in block and verdict(results) in block
+    assert results[0]["hardware"]["cpu"] in block and results[0]["versions"]["torch"] in block
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) + re.findall(r'src="([^"]+)"', text)
+    missing = [t for t in targets if not t.startswith("http") and not (page.parent / t).exists()]
+    assert not missing

@@ -14,7 +14,9 @@ no cache is used. The same restarts (or a `segment_ids` argument, which is taken
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -26,8 +28,10 @@ from engram.compress import TokenMap
 from engram.config import ConfigError, EngramConfig
 from engram.hosts import Host, find
 from engram.memory import Memory
+from engram.table import RowProxy
 from engram.window import positions_from_segments, segments_from_positions
 
+log = logging.getLogger("engram")
 CACHE_NAMES = ("cache", "past_key_values")  # transformers renamed the argument during 5.x
 
 
@@ -42,14 +46,15 @@ def attach(model: nn.Module, cfg: EngramConfig, tokenizer: Any = None, token_map
     host = find(model)
     if isinstance(getattr(model, "engram", None), Memory):
         raise ConfigError("attach: this model has a memory already; handle.detach() removes it")
+    if hasattr(model, "engram"):
+        raise ConfigError("attach: the model has an attribute `engram` of its own, which the memory would overwrite")
     _check(cfg, host)
     vocab_size = int(host.config.vocab_size)
-    if cfg.compress and token_map is None:
-        if tokenizer is None:
-            raise ConfigError("compress: true needs the model's tokenizer: attach(model, cfg, tokenizer=...)")
-        token_map = TokenMap.from_tokenizer(tokenizer, vocab_size)
-    if not cfg.compress:
-        token_map = None
+    token_map = _token_map(cfg, tokenizer, token_map, vocab_size)
+    if token_map is None and cfg.vocab_size is not None:
+        if cfg.vocab_size < vocab_size:
+            raise ConfigError(f"vocab_size: {cfg.vocab_size} is less than the {vocab_size} ids of the model")
+        vocab_size = cfg.vocab_size
     first = next(host.decoder.parameters())
     with torch.device(first.device):
         memory = Memory(cfg, None if token_map is not None else vocab_size, token_map)
@@ -58,7 +63,38 @@ def attach(model: nn.Module, cfg: EngramConfig, tokenizer: Any = None, token_map
         layer.to(first.dtype)
     memory.train(model.training)
     model.engram = memory
+    _keep_from_ddp(model, memory)
     return Handle(model, memory, host)
+
+
+def _keep_from_ddp(model: nn.Module, memory: Memory) -> None:
+    """Row proxies, rows and hash constants are not for DistributedDataParallel: no dense gradient to reduce."""
+    names = [f"engram.{name}" for name, p in memory.named_parameters() if isinstance(p, RowProxy)]
+    names += [f"engram.{name}" for name, _ in memory.named_buffers()]
+    ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    model.__dict__["_ddp_params_and_buffers_to_ignore"] = [*ignored, *names]
+
+
+def _token_map(cfg: EngramConfig, tokenizer: Any, token_map: TokenMap | None, vocab_size: int) -> TokenMap | None:
+    """The map to use: none without `compress`, else the given one or the tokenizer's, which must agree."""
+    if not cfg.compress:
+        if token_map is not None:
+            raise ConfigError("token_map: given, but compress is false and raw ids would be hashed; set compress: true")
+        if tokenizer is not None:
+            log.warning("attach: compress is false, so raw ids are hashed and the tokenizer is not used")
+        return None
+    if token_map is None and tokenizer is None:
+        raise ConfigError("compress: true needs the model's tokenizer: attach(model, cfg, tokenizer=...)")
+    built = None if tokenizer is None else TokenMap.from_tokenizer(tokenizer, vocab_size)
+    if built is not None and token_map is not None and built.sha256 != token_map.sha256:
+        raise ConfigError(f"token_map: {token_map} is not the map of this tokenizer, {built}; pass one of them")
+    found = token_map if built is None else built
+    if found is not None and len(found) != vocab_size:
+        raise ConfigError(
+            f"token_map: it covers {len(found)} ids, the model has {vocab_size}; "
+            f"build it with TokenMap.from_tokenizer(tokenizer, vocab_size={vocab_size})"
+        )
+    return found
 
 
 def _check(cfg: EngramConfig, host: Host) -> None:
@@ -83,7 +119,8 @@ class Handle:
 
     def __init__(self, model: nn.Module, memory: Memory, host: Host) -> None:
         self.model, self.memory, self.host = model, memory, host
-        self._off = False
+        self._off = self._inside = False
+        self._names = [name for name in inspect.signature(host.decoder.forward).parameters if name != "kwargs"]
         self._hooks = [
             host.decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
             host.decoder.register_forward_hook(self._leave),
@@ -124,26 +161,29 @@ class Handle:
     def _enter(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """At the decoder's entry: find the ids, refuse what cannot be hashed rightly, hash once for all layers."""
         segment_ids = kwargs.pop("segment_ids", None)
+        kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if self._off and segment_ids is None:
-            return args, kwargs
-        ids_BT = args[0] if args else kwargs.get("input_ids")
+            self.memory.bypass()
+            return (), kwargs
+        ids_BT, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         if ids_BT is None:
             raise ValueError(
                 "memory: this forward got inputs_embeds only; rows are addressed by token ids, so pass input_ids"
             )
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 and isinstance(args[1], Tensor) else None)
         self._refuse_decoding(ids_BT, kwargs, mask)
-        if segment_ids is None and mask is None and kwargs.get("position_ids") is not None:
-            segment_ids = segments_from_positions(kwargs["position_ids"])
-            if segment_ids is not None:
-                segment_ids = segment_ids.expand_as(ids_BT)
-        elif segment_ids is not None and kwargs.get("position_ids") is None:
+        if segment_ids is not None and kwargs.get("position_ids") is None:
             kwargs["position_ids"] = positions_from_segments(segment_ids)
+        elif segment_ids is None and kwargs.get("position_ids") is not None:
+            segment_ids = segments_from_positions(kwargs["position_ids"], mask)
+            segment_ids = None if segment_ids is None else segment_ids.expand_as(ids_BT)
         if segment_ids is not None:
             self._refuse_leaks(kwargs, mask)
-        if not self._off:
+        self._inside = True
+        if self._off:
+            self.memory.bypass()
+        else:
             self.memory.start(ids_BT, segment_ids=segment_ids, mask=mask)
-        return args, kwargs
+        return (), kwargs
 
     def _refuse_decoding(self, ids_BT: Tensor, kwargs: dict[str, Any], mask: Tensor | None) -> None:
         cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
@@ -162,7 +202,10 @@ class Handle:
     def _refuse_leaks(self, kwargs: dict[str, Any], mask: Tensor | None) -> None:
         """Attention would see across packed documents although hash and convolution do not."""
         if mask is not None:
-            raise ValueError("segment_ids: packed documents are isolated in attention only without an attention_mask")
+            raise ValueError(
+                "attention_mask: packed documents (position_ids that restart, or segment_ids) are isolated in "
+                "attention only without an attention_mask; leave it out"
+            )
         use_cache = kwargs.get("use_cache")
         use_cache = getattr(self.host.config, "use_cache", False) if use_cache is None else use_cache
         if use_cache or any(kwargs.get(name) is not None for name in CACHE_NAMES):
@@ -172,11 +215,11 @@ class Handle:
             )
 
     def _leave(self, decoder: nn.Module, args: Any, output: Any) -> None:
-        if not self._off:
-            self.memory.finish()
+        self._inside = False
+        self.memory.finish()
 
     def _at_embedding(self, embedding: nn.Module, args: Any, x_BTD: Tensor) -> Tensor:
-        if self._off:
+        if self._off or not self._inside:  # somebody else may look words up, too
             return x_BTD
         cfg = self.memory.cfg
         x_BTD = x_BTD + self.memory(cfg.layers[0], x_BTD)
@@ -190,38 +233,44 @@ class _BeforeBlock:
         self.handle, self.layer = handle, layer
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.handle._off:
-            return args, kwargs
+        memory = self.handle.memory
         if args:
-            return (args[0] + self.handle.memory(self.layer, args[0]), *args[1:]), kwargs
+            return (args[0] + memory(self.layer, args[0]), *args[1:]), kwargs
         x = kwargs["hidden_states"]
-        return args, {**kwargs, "hidden_states": x + self.handle.memory(self.layer, x)}
+        return args, {**kwargs, "hidden_states": x + memory(self.layer, x)}
 
 
-class Taps(dict[int, dict[str, Tensor]]):
-    """Layer -> name -> detached tensor. As a context manager it records every stage of the forwards inside it."""
+class Taps(Mapping[int, dict[str, Tensor]]):
+    """Layer -> name -> detached tensor. Inside `with` it shows every stage of the latest forward, and keeps it after.
+
+    Without `with` it keeps what the last forward left: rows and gate.
+    """
 
     def __init__(self, memory: Memory) -> None:
-        super().__init__()
         self._memory = memory
-        self._read()
+        self._kept: dict[int, dict[str, Tensor]] | None = self._now()
 
-    def _read(self) -> None:
-        for layer in self._memory.cfg.layers:
-            self[layer] = self._memory.layer(layer).taps
+    def _now(self) -> dict[int, dict[str, Tensor]]:
+        return {layer: dict(self._memory.layer(layer).taps) for layer in self._memory.cfg.layers}
 
     def __getitem__(self, layer: int) -> dict[str, Tensor]:
-        """The stages of `layer` in the latest forward."""
-        return self._memory.layer(layer).taps
+        return (self._now() if self._kept is None else self._kept)[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._memory.cfg.layers)
+
+    def __len__(self) -> int:
+        return len(self._memory.cfg.layers)
 
     def __enter__(self) -> Taps:
+        self._kept = None
         self._set(True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._read()
+        self._kept = self._now()
         self._set(False)
 
     def _set(self, tapping: bool) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Regex, normalizers
 from torch import Tensor
@@ -118,11 +118,14 @@ class TokenMap:
     @classmethod
     def load(cls, path: str | Path, sha256: str | None = None) -> TokenMap:
         """Read a map. Raises ConfigError when its content does not match its own hash, or the `sha256` wanted."""
-        with safe_open(str(path), "pt") as file:
-            about = json.loads((file.metadata() or {}).get("engram_token_map", "null"))
-            if about is None:
-                raise ConfigError(f"token map {path}: the file holds no token map")
-            found = cls(file.get_tensor("map"), about["unmapped"], about["kind"])
+        try:
+            with safe_open(str(path), "pt") as file:
+                about = json.loads((file.metadata() or {}).get("engram_token_map", "null"))
+                if about is None:
+                    raise ConfigError(f"token map {path}: the file holds no token map")
+                found = cls(file.get_tensor("map"), about["unmapped"], about["kind"])
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"token map {path}: cannot be read: {error}") from error
         if about["version"] != MAP_VERSION:
             raise ConfigError(f"token map {path}: version {about['version']}, this code reads {MAP_VERSION}")
         for name, wanted in (("recorded", about["sha256"]), ("expected", sha256)):

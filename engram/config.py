@@ -8,13 +8,12 @@ Layer numbers are 0-based decoder-block indices.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engram.strict import ConfigError, apply_overrides, choice, from_dict, load_yaml, require, to_dict
+from engram.strict import ConfigError, apply_overrides, check_fields, from_dict, load_yaml, require, to_dict
 
 ANY_ID = 2**31 - 1
 """Vocabulary bound used when none is given: every 31-bit id is valid, and products still fit into int64."""
@@ -48,7 +47,7 @@ class HashConfig:
     version: Literal[1] = 1
 
     def __post_init__(self) -> None:
-        _check_literals(self, "hash")
+        check_fields(self, "hash")
         require(self.pad_rows_to >= 1, f"hash.pad_rows_to: {self.pad_rows_to} must be at least 1")
         require(self.base is None or self.base >= 2, f"hash.base: {self.base} must be at least 2")
         require(
@@ -114,18 +113,13 @@ class EngramConfig:
     hash: HashConfig = field(default_factory=HashConfig)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "orders", "eos"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        if not isinstance(self.rows, int):
-            object.__setattr__(self, "rows", tuple(self.rows))
-        if isinstance(self.hash, Mapping):
-            object.__setattr__(self, "hash", from_dict(HashConfig, self.hash, "hash"))
-        _check_literals(self, "")
+        check_fields(self)
         for name in ("hidden_size", "heads", "head_dim", "branches"):
             value = getattr(self, name)
-            require(isinstance(value, int) and value >= 1, f"{name}: {value!r} must be an integer of at least 1")
+            require(value >= 1, f"{name}: {value} must be at least 1")
         self._check_sites()
         self._check_ngrams()
+        require(self.seed >= 0, f"seed: {self.seed} must not be negative")
         require(self.init_std >= 0, f"init_std: {self.init_std} must not be negative")
         require(self.conv_kernel >= 0, f"conv_kernel: {self.conv_kernel} must be 0 (off) or a number of taps")
         require(
@@ -212,14 +206,6 @@ class EngramConfig:
     def from_yaml(cls, path: str | Path, overrides: tuple[str, ...] = ()) -> EngramConfig:
         """Read a YAML file (with `base:`), apply `key=value` overrides, build. Raises ConfigError."""
         return from_dict(cls, apply_overrides(load_yaml(path), overrides))
-
-
-def _check_literals(config: Any, prefix: str) -> None:
-    """Direct construction is as strict as YAML: every Literal field is checked against its choices."""
-
-    for name, hint in typing.get_type_hints(type(config)).items():
-        if typing.get_origin(hint) is Literal:
-            choice(f"{prefix}.{name}" if prefix else name, getattr(config, name), typing.get_args(hint))
 
 
 __all__ = ["ANY_ID", "ConfigError", "EngramConfig", "HashConfig"]

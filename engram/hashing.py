@@ -13,6 +13,9 @@ Shapes: B batch, T time, N longest n-gram, C columns.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -78,7 +81,12 @@ def multipliers(cfg: EngramConfig, layer: int, classes: int) -> tuple[int, ...]:
     """The N multipliers of one layer for the XOR engine; `classes` is the size of the hashed id space."""
     key = layer if cfg.hash.layer_key == "layer" else cfg.layers.index(layer)
     seed = cfg.seed + LAYER_STRIDE * key
-    half = max(1, (2 ** (cfg.hash.width - 1) - 1) // classes // 2)
+    half = (2 ** (cfg.hash.width - 1) - 1) // classes // 2
+    if half < 2:  # every multiplier would be 1, and (a, b) would read the rows of (b, a)
+        raise ConfigError(
+            f"hash.width: {cfg.hash.width}-bit products leave no room for multipliers with {classes} classes; "
+            f"use width 64, or give the real vocab_size"
+        )
     if cfg.hash.multipliers == "pcg64":
         draws = np.random.default_rng(seed).integers(0, half, size=cfg.max_order, dtype=np.int64)
         return tuple(2 * int(draw) + 1 for draw in draws)
@@ -103,18 +111,19 @@ def _wrap_int64(value: int) -> int:
 
 
 class NgramHash(nn.Module):
-    """Row numbers of one layer. Constants are int64 buffers, rebuilt after any cast or meta-device move.
+    """Row numbers of one layer. Constants are int64 buffers that no cast, average or meta-device move can change.
 
     vocab_size  ids (classes) hashed; default: the token map's size, else `cfg.vocab_size`, else any 31-bit id.
     token_map   maps raw ids to classes; without one `rows` takes canonical ids.
 
     Ids outside the vocabulary (negative, padded, past the map) are replaced by the filler before hashing and counted in
-    `masked`. Raises ConfigError when the map and the configuration disagree, or `layer` is not in `cfg.layers`.
+    `masked`. Raises ConfigError when map, vocabulary and configuration disagree, or `layer` is not in `cfg.layers`.
     """
 
     multipliers: Tensor
     sizes: Tensor
     offsets: Tensor
+    digest: Tensor
     masked: Tensor
     class_of: Tensor | None
 
@@ -132,21 +141,42 @@ class NgramHash(nn.Module):
             raise ConfigError(f"filler: class {self.filler} lies outside the {self.classes} classes that are hashed")
         sizes = table_sizes(cfg)[layer]
         self.total_rows = total_rows(cfg, layer)
+        xor = cfg.hash.engine == "xor"
         self._constants: dict[str, Any] = {
             "sizes": sizes,
             "offsets": tuple(sum(sizes[:i]) for i in range(len(sizes))),
-            "multipliers": multipliers(cfg, layer, self.classes)
-            if cfg.hash.engine == "xor"
-            else coefficients(cfg, sizes, self.classes),
+            # [N] of the XOR engine, or the coefficients [C, N] of the polynomial one
+            "multipliers": multipliers(cfg, layer, self.classes) if xor else coefficients(cfg, sizes, self.classes),
+            "digest": self._digest(),
         }
         self._build(torch.get_default_device())
 
+    def _digest(self) -> tuple[int, ...]:
+        """Four int64 words that identify what the other constants do not: id map, filler, boundaries, engine."""
+        cfg = self.cfg
+        tmap = None if self.token_map is None else self.token_map.sha256
+        said = [cfg.hash.version, cfg.hash.engine, cfg.hash.width, list(cfg.orders), self.filler, cfg.boundary]
+        text = json.dumps([*said, list(cfg.eos), self.classes, tmap])
+        return struct.unpack("<4q", hashlib.sha256(text.encode()).digest())
+
     def _build(self, device: torch.device) -> None:
-        for name, values in self._constants.items():
-            self.register_buffer(name, torch.tensor(values, dtype=torch.int64, device=device))
-        self.register_buffer("masked", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
-        class_of = None if self.token_map is None else self.token_map.map.to(device)
-        self.register_buffer("class_of", class_of, persistent=False)
+        with torch.inference_mode(False):  # an inference tensor could not be counted up in the next normal forward
+            for name, values in self._constants.items():
+                self.register_buffer(name, torch.tensor(values, dtype=torch.int64, device=device))
+            self.register_buffer("masked", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+            class_of = None if self.token_map is None else self.token_map.map.to(device)
+            self.register_buffer("class_of", class_of, persistent=False)
+        self._written = {} if device.type == "meta" else {name: self._writes(name) for name in self._constants}
+
+    def _writes(self, name: str) -> int:
+        return int(getattr(self, name)._version)
+
+    @torch.compiler.disable
+    def _ensure_constants(self, device: torch.device) -> None:
+        """Rebuild constants that something wrote into (an average of weights takes buffers along) or left on meta."""
+        changed = any(self._writes(name) != version for name, version in self._written.items())
+        if changed or (self.sizes.is_meta and device.type != "meta"):
+            self._build(device if self.sizes.is_meta else self.sizes.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> NgramHash:
         """Follow a device move, ignore a dtype: `.half()`, `.type()` and `to_empty()` leave the constants exact."""
@@ -159,16 +189,18 @@ class NgramHash(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Saved constants are checked against the derived ones and never replace them."""
         _, strict, missing, _, errors = args[:5]
-        for name, values in self._constants.items():
-            saved = state_dict.get(prefix + name)
-            if saved is None:
-                if strict:
-                    missing.append(prefix + name)
-            elif saved.tolist() != torch.tensor(values).tolist():
-                errors.append(
-                    f"{prefix}{name}: the saved hash constants differ from those of this configuration (another seed, "
-                    f"vocabulary, layer list or table size); the rows would be addressed wrongly"
-                )
+        found = {name: state_dict[prefix + name] for name in self._constants if prefix + name in state_dict}
+        if strict:
+            missing.extend(prefix + name for name in self._constants if name not in found)
+        different = [name for name, saved in found.items() if saved.tolist() != _listed(self._constants[name])]
+        if different:
+            what = "token map, filler, boundary or engine" if different == ["digest"] else "seed, vocabulary or sizes"
+            errors.append(
+                f"{prefix}{', '.join(different)}: the saved hash constants differ from those of this configuration "
+                f"(another {what}); the rows would be addressed wrongly"
+            )
+        elif found and self.sizes.is_meta:
+            self._build(next(iter(found.values())).device)
 
     @torch.no_grad()
     def window(
@@ -182,6 +214,7 @@ class NgramHash(nn.Module):
     ) -> Tensor:
         """Ids [B, T] -> windows of classes [B, T, N], int64. Arguments as in `rows`."""
         _check_ids(ids_BT)
+        self._ensure_constants(ids_BT.device)
         ids_BT = ids_BT.to(self.sizes.device, torch.int64)
         keep_BT = _flags(mask, ids_BT, "mask")
         dead_BT = _flags(blocked, ids_BT, "blocked")
@@ -241,9 +274,11 @@ class NgramHash(nn.Module):
         segment_ids  [B, T] packed-document numbers; windows do not cross them (not used with boundary "none").
         blocked      [B, T] bool, positions whose whole window is the filler and which nobody looks at (image spans).
         mask         [B, T], 0 at padding: hashed as filler, and a barrier for later positions.
-        history      [B, H] ids before ids_BT, newest last; a negative entry is a blocked slot.
+        history      [B, H] ids before ids_BT, newest last, of the document of the first new id; a negative entry is a
+                     blocked slot (text start, image span). An id that was outside the vocabulary stays visible as the
+                     filler: pass it on as `vocab_size`, or any id past the map.
 
-        Raises TypeError for ids that are no integers and ValueError for shapes that do not fit.
+        Raises TypeError for ids, masks or segments that are no integers and ValueError for shapes that do not fit.
         """
         return self.rows_of_window(
             self.window(ids_BT, segment_ids=segment_ids, blocked=blocked, mask=mask, history=history)
@@ -254,37 +289,54 @@ class NgramHash(nn.Module):
 
 
 def _vocabulary(cfg: EngramConfig, vocab_size: int | None, token_map: TokenMap | None) -> int:
-    if cfg.compress and token_map is None and vocab_size is None and cfg.vocab_size is None:
-        raise ConfigError("compress: true needs a token map (or canonical ids together with vocab_size)")
+    """The one place where map, argument and configuration must agree: a wrong size re-addresses every row."""
+    given = [(n, v) for n, v in (("vocab_size", vocab_size), ("cfg.vocab_size", cfg.vocab_size)) if v is not None]
+    for name, value in given:
+        if not 1 <= value <= ANY_ID:
+            raise ConfigError(f"{name}: {value} must lie in 1..{ANY_ID}")
     if token_map is not None:
-        for name, value in (("vocab_size", vocab_size), ("cfg.vocab_size", cfg.vocab_size)):
-            if value is not None and value != token_map.size:
+        for name, value in given:
+            raw_ids = name == "vocab_size" and value == len(token_map)
+            if value != token_map.size and not raw_ids:
                 raise ConfigError(
-                    f"{name}: {value} classes are configured but the token map has {token_map.size}; every row "
-                    f"would be re-addressed. Use the tokenizer that the configuration was made for"
+                    f"{name}: {value} classes are configured but the token map has {token_map.size}; every row would "
+                    f"be re-addressed. Use the tokenizer that the configuration was made for"
                 )
         return token_map.size
-    chosen = vocab_size if vocab_size is not None else cfg.vocab_size
-    if chosen is not None and not 1 <= chosen <= ANY_ID:
-        raise ConfigError(f"vocab_size: {chosen} must lie in 1..{ANY_ID}")
-    return ANY_ID if chosen is None else chosen
+    if cfg.compress and not given:
+        raise ConfigError("compress: true needs a token map (or canonical ids together with vocab_size)")
+    if len({value for _, value in given}) > 1:
+        raise ConfigError(
+            f"vocab_size: {vocab_size} differs from {cfg.vocab_size} in the configuration; every row would be "
+            f"re-addressed. Leave one of them out, or make them equal"
+        )
+    return given[0][1] if given else ANY_ID
+
+
+def _listed(values: Any) -> list[Any]:
+    return [_listed(v) if isinstance(v, (list, tuple)) else v for v in values]
 
 
 def _check_ids(ids_BT: Tensor) -> None:
-    if (
-        not isinstance(ids_BT, Tensor)
-        or ids_BT.dtype.is_floating_point
-        or ids_BT.dtype in (torch.bool, torch.complex64)
-    ):
-        kind = ids_BT.dtype if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
-        raise TypeError(f"ids: expected an integer tensor [B, T], got {kind}")
+    _check_integers(ids_BT, "ids")
+    if ids_BT.dtype == torch.bool:
+        raise TypeError("ids: expected an integer tensor [B, T], got torch.bool")
     if ids_BT.ndim != 2:
         raise ValueError(f"ids: expected shape [B, T], got {list(ids_BT.shape)}")
 
 
+def _check_integers(values: Tensor, name: str) -> None:
+    if not isinstance(values, Tensor) or values.dtype.is_floating_point or values.dtype.is_complex:
+        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise TypeError(f"{name}: expected an integer tensor [B, T], got {kind}")
+
+
 def _flags(flags: Tensor | None, ids_BT: Tensor, name: str) -> Tensor | None:
+    """Booleans [B, T]. An additive float mask would be read the wrong way round: floats must be 0 or 1."""
     if flags is None:
         return None
+    if not (isinstance(flags, Tensor) and flags.is_floating_point() and bool(((flags == 0) | (flags == 1)).all())):
+        _check_integers(flags, name)
     if flags.shape != ids_BT.shape:
         raise ValueError(f"{name}: shape {list(flags.shape)} does not fit ids {list(ids_BT.shape)}")
     return flags.to(ids_BT.device).bool()
@@ -293,6 +345,7 @@ def _flags(flags: Tensor | None, ids_BT: Tensor, name: str) -> Tensor | None:
 def _segments(segment_ids: Tensor | None, ids_BT: Tensor) -> Tensor | None:
     if segment_ids is None:
         return None
+    _check_integers(segment_ids, "segment_ids")
     if segment_ids.shape != ids_BT.shape:
         raise ValueError(f"segment_ids: shape {list(segment_ids.shape)} does not fit ids {list(ids_BT.shape)}")
     return segment_ids.to(ids_BT.device, torch.int64)

@@ -23,6 +23,7 @@ from engram.config import EngramConfig
 from engram.hashing import NgramHash
 from engram.kernels.dispatch import gate, rms_norm, short_conv
 from engram.table import Table
+from engram.window import document_numbers
 
 ALWAYS_TAPPED = ("rows", "gate")  # small; the larger stages are kept only while `tapping` is on
 
@@ -36,8 +37,7 @@ class Engram(nn.Module):
     conv            depthwise taps [S, D, K], zero at the start so that the update starts as the gated value alone
 
     `taps` holds the detached stages of the last forward by name: rows, gate, and while `tapping` is on also memory,
-    value,
-    key, conv, output. Setting `enabled` to False makes the update zero.
+    value, key, conv, output.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class Engram(nn.Module):
                 nn.init.normal_(linear.weight, std=width**-0.5)
                 if linear.bias is not None:
                     nn.init.zeros_(linear.bias)
-        self.enabled = True
         self.tapping = False
         self.taps: dict[str, Tensor] = {}
 
@@ -78,10 +77,8 @@ class Engram(nn.Module):
         Raises ValueError when `x` has another shape than the rows and the configuration say.
         """
         streams_BTSD = self._streams(x, rows_BTC)
-        if not self.enabled:
-            return torch.zeros_like(x)
         self.taps = {}
-        memory_BTM = self.table(rows_BTC)
+        memory_BTM = self.table(rows_BTC).to(x.device)
         value_BTD = self._project(self.value, memory_BTM)
         gated_BTSD = value_BTD.unsqueeze(-2)
         gate_BTS = None
@@ -91,12 +88,15 @@ class Engram(nn.Module):
             gated_BTSD = gate_BTS.to(value_BTD.dtype).unsqueeze(-1) * gated_BTSD
             self._tap(key=key_BTM)
         elif self.cfg.branches > 1:
-            gated_BTSD = gated_BTSD.expand(-1, -1, self.cfg.branches, -1)
+            gated_BTSD = gated_BTSD.repeat(1, 1, self.cfg.branches, 1)
         if keep_BT is not None:
             gated_BTSD = gated_BTSD * keep_BT[..., None, None]
         out_BTSD = gated_BTSD
         if self.conv is not None and self.conv_norm is not None:
-            normed_BTSD = rms_norm(gated_BTSD, self.conv_norm, self.cfg.conv_eps)
+            wide = torch.promote_types(gated_BTSD.dtype, torch.float32)
+            normed_BTSD = rms_norm(gated_BTSD.to(wide), self.conv_norm.to(wide), self.cfg.conv_eps).to(gated_BTSD.dtype)
+            if segment_BT is not None:
+                segment_BT = document_numbers(segment_BT)
             conv_BTSD = F.silu(short_conv(normed_BTSD, self.conv, self.cfg.max_order, segment_BT))
             out_BTSD = out_BTSD + conv_BTSD
             self._tap(conv=conv_BTSD)

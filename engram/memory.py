@@ -21,35 +21,52 @@ from engram.compress import TokenMap
 from engram.config import ConfigError, EngramConfig
 from engram.layer import Engram
 
-IDLE_LIMIT = 256  # training forwards without one update of the rows, after which silence is an error
+IDLE_LIMIT = 256
+"""Row gradients that may arrive without the optimizer applying one (accumulation), before silence is an error."""
+DROPPED_LIMIT = 32
+"""Row gradients that may be thrown away one after another (a gradient scaler skips steps while it finds its scale)."""
+UNREACHED_LIMIT = 8
+"""Forwards of one's own model that may miss the same layer (exceptions, retries after running out of memory)."""
 
 
 @dataclass
 class Step:
-    """What one forward knows from its ids: row numbers by layer, document borders, kept positions, layers reached."""
+    """What one forward knows from its ids: row numbers by layer, document borders, kept positions, layers reached.
 
-    rows_BTC: dict[int, Tensor]
-    segment_BT: Tensor | None
-    keep_BT: Tensor | None
+    `off` marks a forward that runs without memory.
+    """
+
+    rows_BTC: dict[int, Tensor] = field(default_factory=dict)
+    segment_BT: Tensor | None = None
+    keep_BT: Tensor | None = None
+    off: bool = False
+    with_grad: bool = False
     reached: set[int] = field(default_factory=set)
 
 
 class Memory(nn.Module):
     """The memory layers of `cfg.layers`, as `layers[str(layer)]`.
 
-    vocab_size  ids of the host model (classes, with `compress` and canonical ids); None accepts any 31-bit id.
-    token_map   raw id -> class, needed with `compress`.
+    vocab_size  ids of the host model; None accepts any 31-bit id.
+    token_map   raw id -> class, needed with `compress` and refused without it.
     """
 
     def __init__(self, cfg: EngramConfig, vocab_size: int | None = None, token_map: TokenMap | None = None) -> None:
         super().__init__()
+        if cfg.compress != (token_map is not None):
+            raise ConfigError(
+                "compress: true needs a token_map, TokenMap.from_tokenizer(tokenizer, vocab_size)"
+                if cfg.compress
+                else "token_map: given, but compress is false and raw ids would be hashed; set compress: true"
+            )
         self.cfg, self.token_map = cfg, token_map
         self.layers = nn.ModuleDict({str(layer): Engram(cfg, layer, vocab_size, token_map) for layer in cfg.layers})
         self.idle_limit = IDLE_LIMIT
-        self._step: Step | None = None
-        self._missed: set[int] = set()
-        self._idle: dict[int, tuple[int, int]] = {}
         self.forwards = 0
+        self._step: Step | None = None
+        self._unreached: dict[int, int] = {}
+        self._pending = 0
+        self._recomputed = False
 
     def layer(self, layer: int) -> Engram:
         """The memory of decoder block `layer`. Raises ConfigError when that block has none."""
@@ -57,6 +74,7 @@ class Memory(nn.Module):
             raise ConfigError(f"layer: block {layer} has no memory; configured are {list(self.cfg.layers)}")
         return cast(Engram, self.layers[str(layer)])
 
+    @torch.compiler.disable
     def start(
         self,
         ids_BT: Tensor,
@@ -64,15 +82,15 @@ class Memory(nn.Module):
         segment_ids: Tensor | None = None,
         blocked: Tensor | None = None,
         mask: Tensor | None = None,
-    ) -> None:
+    ) -> Step:
         """Hash the ids [B, T] of one forward for every layer; arguments as in `NgramHash.rows`.
 
-        Raises RuntimeError when a layer was left out in the two forwards before, or when rows that should learn have
-        not
-        been updated for `idle_limit` training forwards: memory without effect is an error, not a silent no-op.
+        The step that comes back may be handed to `memory(layer, x, step)`; without it the latest one is meant. Raises
+        RuntimeError when a layer is left out again and again, or when gradients of rows arrive but no optimizer applies
+        them: memory without effect is an error, not a silent no-op.
         """
-        self._check_reached_twice()
-        self._check_idle()
+        self._check_reached()
+        self._check_applied()
         first = self.layer(self.cfg.layers[0])
         window_BTN = first.hash.window(ids_BT, segment_ids=segment_ids, blocked=blocked, mask=mask)
         rows = {layer: self.layer(layer).hash.rows_of_window(window_BTN) for layer in self.cfg.layers}
@@ -83,25 +101,33 @@ class Memory(nn.Module):
         segment_BT = None
         if segment_ids is not None and self.cfg.boundary != "none":
             segment_BT = segment_ids.to(window_BTN.device)
-        self._step = Step(rows, segment_BT, keep_BT)
         self.forwards += 1
+        return self._begin(Step(rows, segment_BT, keep_BT))
 
-    def forward(self, layer: int, x: Tensor) -> Tensor:
+    @torch.compiler.disable
+    def bypass(self) -> Step:
+        """The forward that begins now runs without memory."""
+        return self._begin(Step(off=True))
+
+    def forward(self, layer: int, x: Tensor, step: Step | None = None) -> Tensor:
         """Update for the hidden state [B, T, D] (or [B, T, S, D]) of block `layer`; the caller adds it.
 
-        The same step may be asked again (activation recomputation). Raises RuntimeError before the first `start`.
+        The same step may be asked again (activation recomputation). Raises RuntimeError before the first `start`, and
+        in a recomputation when several forwards are pending and `step` does not say which one it is.
         """
         module = self.layer(layer)
-        if self._step is None:
-            raise RuntimeError(f"memory layer {layer} was called before start(ids): its rows are not known")
-        self._step.reached.add(layer)
-        rows_BTC = self._step.rows_BTC[layer].to(x.device)
-        return cast(Tensor, module(x, rows_BTC, _on(self._step.segment_BT, x), _on(self._step.keep_BT, x)))
+        current = self._current(layer, step)
+        if current.off:
+            return torch.zeros_like(x)
+        segment_BT, keep_BT = current.segment_BT, current.keep_BT
+        return cast(Tensor, module(x, current.rows_BTC[layer], _on(segment_BT, x), _on(keep_BT, x)))
 
+    @torch.compiler.disable
     def finish(self) -> None:
         """End of a forward. Raises RuntimeError when a memory layer was never reached in it."""
-        missing = self._unreached()
+        missing = self._missing()
         if missing:
+            self._step = None
             raise RuntimeError(
                 f"memory layer(s) {sorted(missing)} were attached but never reached in this forward: the host skipped "
                 f"those blocks, or calls them without running their hooks"
@@ -109,56 +135,88 @@ class Memory(nn.Module):
 
     def check_learning(self) -> None:
         """Raise RuntimeError when trainable rows have never been updated: call it after training steps."""
-        still = [m.layer for m in self._modules_of() if m.table.trainable and m.table.updates == 0]
+        still = [m.layer for m in self.modules_by_layer() if m.table.trainable and m.table.updates == 0]
         if still:
             raise RuntimeError(
-                f"the rows of memory layer(s) {still} have not been updated by any training step; build the optimizer "
-                f"with engram.optim.build(model, ...), or freeze them on purpose with layer.table.trainable = False"
+                f"the rows of memory layer(s) {still} have not been updated by any training step; {HELP}"
             )
 
     def stats(self) -> dict[int, dict[str, Any]]:
         """Layer -> rows, row width, bytes held by place, optimizer updates, ids masked to the filler, forwards."""
+        masked = int(self.layer(self.cfg.layers[0]).hash.masked)  # one window serves all layers
         return {
             m.layer: {
                 "rows": m.table.store.count,
                 "width": m.table.store.width,
                 "bytes": m.table.store.bytes_held(),
                 "updates": m.table.updates,
-                "ids_masked": int(m.hash.masked),
+                "ids_masked": masked,
                 "forwards": self.forwards,
             }
-            for m in self._modules_of()
+            for m in self.modules_by_layer()
         }
 
-    def _modules_of(self) -> list[Engram]:
+    def modules_by_layer(self) -> list[Engram]:
+        """The memory layers in the order of the configuration."""
         return [self.layer(layer) for layer in self.cfg.layers]
 
-    def _unreached(self) -> set[int]:
-        return set() if self._step is None else set(self.cfg.layers) - self._step.reached
+    def _begin(self, step: Step) -> Step:
+        step.with_grad = torch.is_grad_enabled()
+        if self._recomputed:  # the backward of the forwards so far has run
+            self._pending, self._recomputed = 0, False
+        self._pending += step.with_grad
+        self._step = step
+        return step
 
-    def _check_reached_twice(self) -> None:
-        """One incomplete forward may be an exception half way; the same layer missing twice in a row is a mistake."""
-        missing = self._unreached()
-        again, self._missed = self._missed & missing, missing
-        if again:
+    @torch.compiler.disable
+    def _current(self, layer: int, step: Step | None) -> Step:
+        current = self._step if step is None else step
+        if current is None:
+            raise RuntimeError(f"memory layer {layer} was called before start(ids): its rows are not known")
+        if inside_backward():
+            self._recomputed = True
+            if step is None and (self._pending > 1 or not current.with_grad):
+                raise RuntimeError(
+                    f"memory layer {layer} is recomputed inside backward, but the latest forward is not the one "
+                    f"that is differentiated; run each backward before the next forward, or pass the step: "
+                    f"step = memory.start(ids); memory(layer, x, step)"
+                )
+        current.reached.add(layer)
+        return current
+
+    def _missing(self) -> set[int]:
+        return set() if self._step is None or self._step.off else set(self.cfg.layers) - self._step.reached
+
+    def _check_reached(self) -> None:
+        """A few incomplete forwards may be exceptions half way; the same layer missing each time is a mistake."""
+        missing = self._missing()
+        self._unreached = {layer: self._unreached.get(layer, 0) + 1 for layer in missing}
+        often = [layer for layer, count in self._unreached.items() if count >= UNREACHED_LIMIT]
+        if often:
+            self._unreached = {}
             raise RuntimeError(
-                f"memory layer(s) {sorted(again)} were not called in the last two forwards: "
-                f"add x = x + memory({min(again)}, x) before that block"
+                f"memory layer(s) {sorted(often)} were not called in the last {UNREACHED_LIMIT} forwards: "
+                f"add x = x + memory({min(often)}, x) before that block"
             )
 
-    def _check_idle(self) -> None:
-        if not (self.training and torch.is_grad_enabled()):
-            return
-        for module in self._modules_of():
-            seen, idle = self._idle.get(module.layer, (module.table.updates, 0))
-            idle = idle + 1 if module.table.trainable and module.table.updates == seen else 0
-            self._idle[module.layer] = (module.table.updates, idle)
-            if idle > self.idle_limit:
+    def _check_applied(self) -> None:
+        for module in self.modules_by_layer():
+            proxy = module.table.proxy
+            if module.table.trainable and (proxy.arrived > self.idle_limit or proxy.dropped > DROPPED_LIMIT):
+                arrived, dropped = proxy.arrived, proxy.dropped
+                proxy.applied()
                 raise RuntimeError(
-                    f"the rows of memory layer {module.layer} have not been updated in {self.idle_limit} training "
-                    f"forwards; build the optimizer with engram.optim.build(model, ...), freeze the rows with "
-                    f"layer.table.trainable = False, or raise memory.idle_limit for longer accumulation"
+                    f"the rows of memory layer {module.layer} got {arrived} gradients and no optimizer applied one "
+                    f"({dropped} were dropped); {HELP}, or raise memory.idle_limit for longer accumulation"
                 )
+
+
+HELP = "build the optimizer with engram.optim.build(model, ...), or freeze the rows with layer.table.trainable = False"
+
+
+def inside_backward() -> bool:
+    """Whether autograd is running: a forward there is a recomputation (activation checkpointing)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _on(tensor: Tensor | None, x: Tensor) -> Tensor | None:

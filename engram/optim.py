@@ -13,15 +13,16 @@ Shapes: R rows, U touched rows, W row width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from engram.config import ConfigError
 from engram.kernels.dispatch import elementwise_adam, rowwise_adagrad, rowwise_adam
-from engram.strict import choice
+from engram.strict import choice, require
 from engram.table import RowProxy, Table
 
 RowRule = Literal["rowwise_adam", "rowwise_adagrad", "sgd", "adam"]
@@ -50,34 +51,36 @@ def build(
     Raises ConfigError when nothing is trainable or a choice is unknown.
     """
     choice("row_rule", row_rule, RULES)
-    tables = {id(m.proxy): m for m in model.modules() if isinstance(m, Table) and m.trainable}
+    _check_numbers(locals())
     undecayed = {id(p) for name, p in model.named_parameters() if p.ndim < 2 or _is_memory_vector(name)}
     groups: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "rows": []}
     for parameter in model.parameters():
-        if isinstance(parameter, RowProxy):
-            if id(parameter) in tables:
-                groups["rows"].append(parameter)
-        elif parameter.requires_grad:
-            groups["no_decay" if id(parameter) in undecayed else "decay"].append(parameter)
+        if parameter.requires_grad:
+            dense = "no_decay" if id(parameter) in undecayed else "decay"
+            groups["rows" if isinstance(parameter, RowProxy) else dense].append(parameter)
     if not any(groups.values()):
         raise ConfigError("optimizer: the model has no trainable parameter and no trainable row")
-    dense = {"lr": lr, "betas": betas, "eps": eps, "name": "decay", "weight_decay": weight_decay}
-    rows = {
-        "name": "rows",
-        "lr": lr * row_lr_multiplier,
-        "rule": row_rule,
-        "betas": row_betas,
-        "eps": row_eps,
-        "weight_decay": row_weight_decay,
+    defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rule": None, "name": "added"}
+    fields: dict[str, dict[str, Any]] = {
+        "decay": {},
+        "no_decay": {"weight_decay": 0.0},
+        "rows": {
+            "lr": lr * row_lr_multiplier,
+            "rule": row_rule,
+            "betas": row_betas,
+            "eps": row_eps,
+            "weight_decay": row_weight_decay,
+        },
     }
-    param_groups: list[dict[str, Any]] = []
-    if groups["decay"]:
-        param_groups.append({**dense, "params": groups["decay"]})
-    if groups["no_decay"]:
-        param_groups.append({**dense, "params": groups["no_decay"], "name": "no_decay", "weight_decay": 0.0})
-    if groups["rows"]:
-        param_groups.append({**rows, "params": groups["rows"]})
-    return EngramOptimizer(param_groups, tables.values())
+    param_groups = [{"params": members, "name": name, **fields[name]} for name, members in groups.items() if members]
+    return EngramOptimizer(param_groups, defaults)
+
+
+def _check_numbers(given: dict[str, Any]) -> None:
+    for name in ("lr", "row_lr_multiplier", "eps", "row_eps", "weight_decay", "row_weight_decay"):
+        require(given[name] >= 0, f"{name}: {given[name]} must not be negative")
+    for name in ("betas", "row_betas"):
+        require(all(0 <= beta < 1 for beta in given[name]), f"{name}: {given[name]} must lie in 0 to below 1")
 
 
 def _is_memory_vector(name: str) -> bool:
@@ -86,62 +89,66 @@ def _is_memory_vector(name: str) -> bool:
 
 
 class EngramOptimizer(torch.optim.Optimizer):
-    """AdamW for dense groups and a row-wise rule for the group named "rows"; see `build`."""
+    """AdamW for dense groups and a row-wise rule for groups with a `rule`; see `build`."""
 
-    def __init__(self, param_groups: list[dict[str, Any]], tables: Iterable[Table]) -> None:
-        self._tables: dict[int, Table] = {id(table.proxy): table for table in tables}
-        super().__init__(param_groups, defaults={})
-        dense = [group for group in self.param_groups if group["name"] != "rows"]
-        self._dense = torch.optim.AdamW(dense) if dense else None
-        self._share()
-
-    def _share(self) -> None:
-        """The inner optimizer works on this one's groups and state, so schedulers and state_dict see one object."""
-        if self._dense is not None:
-            self._dense.param_groups = [group for group in self.param_groups if group["name"] != "rows"]
-            self._dense.state = self.state
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a dense group (AdamW fields) to the optimizer."""
-        param_group.setdefault("name", "added")
-        super().add_param_group(param_group)
-        if hasattr(self, "_dense"):
-            if self._dense is None:
-                self._dense = torch.optim.AdamW([param_group])
-            else:
-                for key, value in self._dense.defaults.items():
-                    param_group.setdefault(key, value)
-            self._share()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore dense and row state. Raises ValueError when the groups do not fit."""
-        super().load_state_dict(state_dict)
-        self._share()
+    def __init__(self, param_groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+        super().__init__(param_groups, defaults)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients; those of rows are always dropped whole, since a zero gradient would still touch them."""
         super().zero_grad(set_to_none)
-        for table in self._tables.values():
-            table.proxy.grad = None
+        for proxy in self._proxies():
+            proxy.grad = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of dense parameters and touched rows; returns the closure's loss."""
+        """One update of dense parameters and touched rows; returns the closure's loss.
+
+        Raises RuntimeError for rows in a run of several processes, which would drift apart.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._dense is not None:
-            self._dense.step()
         for group in self.param_groups:
-            if group["name"] == "rows":
-                for proxy in group["params"]:
-                    if proxy.grad is not None:
-                        self._step_rows(proxy, group)
+            if group.get("rule") is None:
+                self._step_dense(group)
+                continue
+            for proxy in group["params"]:
+                if proxy.grad is not None and proxy.row_ids is not None and proxy.requires_grad:
+                    self._step_rows(proxy, group)
         return loss
 
+    def _step_dense(self, group: dict[str, Any]) -> None:
+        """torch's own AdamW on the parameters of a group that have a gradient."""
+        with_grad = [p for p in group["params"] if p.grad is not None]
+        for parameter in with_grad:
+            if not self.state[parameter]:
+                zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                self.state[parameter].update(step=torch.zeros(()), exp_avg=zeros, exp_avg_sq=zeros.clone())
+        states = [self.state[p] for p in with_grad]
+        adamw(
+            with_grad,
+            [p.grad for p in with_grad if p.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
     def _step_rows(self, proxy: RowProxy, group: dict[str, Any]) -> None:
-        table, state = self._tables[id(proxy)], self.state[proxy]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            ranks = torch.distributed.get_world_size()
+            if ranks > 1:
+                raise RuntimeError(f"rows are not exchanged between {ranks} processes in this version; use one")
+        table, state = _table_of(proxy), self.state[proxy]
         store = table.store
         if not state:
             state.update(_row_state(group["rule"], store.count, store.width, store.rows.device))
@@ -151,19 +158,30 @@ class EngramOptimizer(torch.optim.Optimizer):
         if group["weight_decay"]:
             values_UW = values_UW * (1 - group["lr"] * group["weight_decay"])
         state["step"] += 1
-        new_UW = _apply_rule(group, state, ids_U, values_UW, grads_UW)
-        store.update(ids_U, new_UW)
-        table.updates += 1
+        store.update(ids_U, _apply_rule(group, state, ids_U, values_UW, grads_UW))
+        table.updates += group["lr"] > 0
+        proxy.applied()
+
+    def _proxies(self) -> list[RowProxy]:
+        return [p for group in self.param_groups if group.get("rule") is not None for p in group["params"]]
 
     def touched_rows(self) -> dict[int, tuple[int, int]]:
         """Layer -> (rows ever updated, rows of the table); needs a rule with per-row state, and reads it whole."""
         counts = {}
-        for group in self.param_groups:
-            for proxy in group["params"] if group["name"] == "rows" else ():
-                table, v = self._tables[id(proxy)], self.state.get(proxy, {}).get("v")
-                if v is not None and v.ndim == 1:
-                    counts[table.layer] = (int((v >= 0).sum()), table.store.count)
+        for proxy in self._proxies():
+            table, v = _table_of(proxy), self.state.get(proxy, {}).get("v")
+            if v is not None and v.ndim == 1:
+                counts[table.layer] = (int((v >= 0).sum()), table.store.count)
         return counts
+
+
+def _table_of(proxy: RowProxy) -> Table:
+    table = None if proxy.table is None else proxy.table()
+    if table is None:
+        raise RuntimeError(
+            "optimizer: the table of these rows no longer exists; build the optimizer from the live model"
+        )
+    return table
 
 
 def _row_state(rule: str, rows: int, width: int, device: torch.device) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Shapes: n looked-up rows (with duplicates), U distinct rows, W row width.
 
 from __future__ import annotations
 
+import random
 from typing import Any, Protocol
 
 import torch
@@ -78,15 +79,36 @@ class DeviceStore(nn.Module):
             self.rows[start : start + len(ids)] = initial_rows(self.seed, ids, self.width, self.std)
 
     def _apply(self, fn: Any, recurse: bool = True) -> DeviceStore:
-        """Follow device moves, ignore dtypes; memory that a move would leave uninitialised is initialised again."""
-        probe = torch.ones(8, device=self.rows.device)
+        """Follow moves and sharing, ignore dtypes; memory that a move would leave uninitialised is initialised again.
+
+        What `fn` does is read off a probe: a number that no freed block can hold by chance, since it is new every time.
+        """
+        number = float(random.getrandbits(20))
+        probe = torch.full((1,), number, device=self.rows.device)
         moved = fn(probe)
-        kept = not (moved.is_meta or probe.is_meta) and bool((moved.to(torch.float32).cpu() == 1).all())
-        if kept:
-            self.rows = self.rows.to(moved.device)
-        else:
+        if moved.is_meta or probe.is_meta or float(moved.to(torch.float32)) not in (number, _as_16_bit(number, moved)):
             self._allocate(moved.device)
+        elif moved.dtype == probe.dtype:
+            self.rows = fn(self.rows)
+        else:
+            self.rows = self.rows.to(moved.device)
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Copy saved rows in as fp32, whatever their dtype; a table on the meta device becomes real first."""
+        metadata, strict, missing, _, errors = args[:5]
+        saved = state_dict.get(prefix + "rows")
+        if saved is None:
+            if strict:
+                missing.append(prefix + "rows")
+        elif list(saved.shape) != [self.count, self.width]:
+            errors.append(f"{prefix}rows: saved {list(saved.shape)}, this table has [{self.count}, {self.width}]")
+        elif metadata.get("assign_to_params_buffers", False) and saved.dtype == torch.float32:
+            self.rows = saved
+        else:
+            if self.rows.is_meta:
+                self.rows = torch.empty(self.count, self.width, dtype=torch.float32, device=saved.device)
+            self.rows.copy_(saved)
 
     def gather(self, ids_n: Tensor) -> Tensor:
         """Row numbers [n] -> values [n, W], fp32. Raises IndexError for a row outside the table (CPU)."""
@@ -102,3 +124,8 @@ class DeviceStore(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rows={self.count}, width={self.width}, init={'zeros' if self.zeros else f'normal({self.std})'}"
+
+
+def _as_16_bit(number: float, like: Tensor) -> float:
+    """`number` as the dtype of `like` rounds it: a cast is a move, too."""
+    return float(torch.tensor(number).to(like.dtype).float())

@@ -41,6 +41,15 @@ def from_dict(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
     return cls(**values)
 
 
+def check_fields(config: Any, where: str = "") -> None:
+    """Check (and convert: lists to tuples, ints to floats) the fields of a frozen dataclass built directly.
+
+    Called from `__post_init__`, so that Python construction is as strict as YAML. Raises ConfigError naming the field.
+    """
+    for name, hint in typing.get_type_hints(type(config)).items():
+        object.__setattr__(config, name, _coerce(hint, getattr(config, name), _join(where, name)))
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Plain data of a dataclass: dictionaries, lists, numbers and strings, ready for JSON or YAML."""
     return typing.cast(dict[str, Any], _plain(dataclasses.asdict(config)))
@@ -157,6 +166,8 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     if hint in (int, float, str, bool):
         if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
             return value
+        if hint is int and hasattr(value, "__index__") and not isinstance(value, bool):  # NumPy integers
+            return int(value)
         raise ConfigError(f"{where}: expected {_name(hint)}, got {value!r}")
     raise ConfigError(f"{where}: fields of type {_name(hint)} are not supported in configs")
 

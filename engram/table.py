@@ -29,17 +29,33 @@ class RowProxy(nn.Parameter):
     """A parameter without elements whose `grad` is the summed gradient [U, W] of the rows in `row_ids` [U].
 
     Overriding `grad` lets a gradient of another shape stand on it: torch itself refuses that on assignment.
+
+    table      weak reference to the table, for the optimizer.
+    arrived    gradients that came in since the optimizer last applied one; a number that only grows means no one does.
+    dropped    how many of those were thrown away unapplied, one after another.
     """
 
     row_ids: Tensor | None
+    table: weakref.ref[Table] | None
+    arrived: int
+    dropped: int
     _row_grad: Tensor | None
 
-    def __new__(cls, width: int, device: torch.device | None = None) -> RowProxy:
+    def __new__(cls, data: Tensor, requires_grad: bool = True, **_: Any) -> RowProxy:
         # never on the meta device: it has no elements, and a tensor cannot leave that device in place
-        data = torch.empty(0, width, dtype=torch.float32, device=device or "cpu")
-        proxy: RowProxy = torch.Tensor._make_subclass(cls, data, True)
-        proxy.row_ids = proxy._row_grad = None
+        data = torch.empty(0, data.shape[-1], device="cpu") if data.is_meta else data
+        proxy: RowProxy = torch.Tensor._make_subclass(cls, data, requires_grad)
+        proxy.row_ids = proxy._row_grad = proxy.table = None
+        proxy.arrived = proxy.dropped = 0
         return proxy
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Other optimizers begin with a state like the parameter: say what to use, before shapes fail."""
+        if func is torch.zeros_like:
+            raise RuntimeError("rows cannot be given to this optimizer; use engram.optim.build(model, ...) instead")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -47,33 +63,39 @@ class RowProxy(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self._row_grad = value
         if value is None:
+            self.dropped += self._row_grad is not None and self.arrived > 0
             self.row_ids = None
+        self._row_grad = value
 
     def collect(self, ids_n: Tensor, grads_nW: Tensor) -> None:
         """Sum duplicates of one backward and merge them with what is already there."""
         unique_U, sums_UW = sum_duplicates(ids_n, grads_nW)
-        if self._row_grad is not None and self.row_ids is not None:
+        # `zero_grad(set_to_none=False)` leaves zeros behind, whose rows are no longer touched
+        if self._row_grad is not None and self.row_ids is not None and bool(self._row_grad.any()):
             unique_U, sums_UW = sum_duplicates(
                 torch.cat([self.row_ids, unique_U]), torch.cat([self._row_grad.float(), sums_UW])
             )
         self._row_grad, self.row_ids = sums_UW, unique_U
+        self.arrived += 1
+
+    def applied(self) -> None:
+        """The optimizer has used the gradient."""
+        self.arrived = self.dropped = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowProxy:
-        copy = RowProxy(self.shape[1], self.device)
-        copy.requires_grad_(self.requires_grad)
+        copy = RowProxy(self.data.clone(), self.requires_grad)
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return (RowProxy, (self.shape[1], self.device))
+        return (RowProxy, (self.data, self.requires_grad))
 
 
 class Table(nn.Module):
     """The rows of one layer and their access: `table(rows_BTC)` -> memory vector [B, T, M] (or [B, T, W] with "sum").
 
-    `trainable` False freezes the rows on purpose. `updates` counts optimizer steps that changed rows.
+    `trainable` False freezes the rows on purpose. `updates` counts optimizer steps at a learning rate above 0.
     Raises ConfigError for a placement or row format that this version does not have.
     """
 
@@ -88,8 +110,14 @@ class Table(nn.Module):
         self.store = DeviceStore(
             total_rows(cfg, layer), cfg.head_dim, seed=seed, std=cfg.init_std, zeros=cfg.init == "zeros"
         )
-        self.proxy = RowProxy(cfg.head_dim)
+        self.proxy = RowProxy(torch.empty(0, cfg.head_dim, device=self.store.rows.device))
+        self.proxy.table = weakref.ref(self)
         self.updates = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """After a deep copy or unpickling the proxy's way back to its table is set again."""
+        super().__setstate__(state)
+        self.proxy.table = weakref.ref(self)
 
     @property
     def trainable(self) -> bool:
@@ -99,11 +127,17 @@ class Table(nn.Module):
     def trainable(self, value: bool) -> None:
         self.proxy.requires_grad_(value)
 
+    @torch.compiler.disable
     def forward(self, rows_BTC: Tensor) -> Tensor:
-        """Row numbers [B, T, C] -> memory vector [B, T, M]; the gathered values are an autograd leaf when training."""
-        ids_n = rows_BTC.reshape(-1)
+        """Row numbers [B, T, C] -> memory vector [B, T, M]; the gathered values are an autograd leaf when training.
+
+        Raises RuntimeError under `torch.func`, whose stand-ins for parameters cannot collect row gradients.
+        """
+        ids_n = rows_BTC.reshape(-1).to(self.store.rows.device)
         values_nW = self.store.gather(ids_n)
         if torch.is_grad_enabled() and self.trainable:
+            if not isinstance(self.proxy, RowProxy):
+                raise RuntimeError("table: functional calls replace the row proxy; rows learn by loss.backward() only")
             values_nW.requires_grad_()
             values_nW.register_post_accumulate_grad_hook(_Collector(self.proxy, ids_n))
         values_BTCW = values_nW.view(*rows_BTC.shape, self.cfg.head_dim)

@@ -54,8 +54,17 @@ def shift(values_BT: Tensor, back: int, fill: int | bool) -> Tensor:
     return torch.cat([head_Bs, values_BT[:, : length - back]], dim=1)
 
 
-def segments_from_positions(position_ids_BT: Tensor) -> Tensor | None:
+def document_numbers(segment_BT: Tensor) -> Tensor:
+    """Segment ids [B, T] -> numbers that differ between any two documents of a sequence, also where ids are reused."""
+    changed_BT = torch.zeros_like(segment_BT)
+    changed_BT[:, 1:] = segment_BT[:, 1:] != segment_BT[:, :-1]
+    return changed_BT.cumsum(dim=1)
+
+
+def segments_from_positions(position_ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor | None:
     """Packed documents from position ids [B, T] that restart; None when no sequence holds more than one document.
+
+    mask_BT  0 at padding, whose positions mean nothing: restarts there do not count.
 
     A document starts wherever a position is not its predecessor plus one: the rule by which transformers isolates
     packed documents in its attention masks, so that memory and attention agree.
@@ -63,6 +72,9 @@ def segments_from_positions(position_ids_BT: Tensor) -> Tensor | None:
     if position_ids_BT.shape[-1] < 2:
         return None
     restart_BT = position_ids_BT.diff(dim=-1, prepend=position_ids_BT[:, :1] - 1) != 1
+    if mask_BT is not None:
+        live_BT = mask_BT.bool()
+        restart_BT = restart_BT & live_BT & torch.cat([live_BT[:, :1] & False, live_BT[:, :-1]], dim=1)
     segment_BT = restart_BT.cumsum(dim=-1)
     return segment_BT if bool((segment_BT[:, -1] != 0).any()) else None
 

@@ -55,6 +55,8 @@ def sum_duplicates(ids_n: Tensor, grads_nW: Tensor) -> tuple[Tensor, Tensor]:
     Duplicates are added in the order of their occurrence (stable sort, sequential segments), so the result is the same
     bits in every run. Nothing of the table's size is made.
     """
+    if not len(ids_n):
+        return ids_n, grads_nW.float()
     order_n = torch.argsort(ids_n, stable=True)
     unique_U, counts_U = torch.unique_consecutive(ids_n[order_n], return_counts=True)
     sums_UW = torch.segment_reduce(grads_nW[order_n].float(), "sum", lengths=counts_U, axis=0)

@@ -12,7 +12,7 @@ from engram.cli import main
 from engram.eval.report import read_result
 from engram.strict import ConfigError, from_dict, load_yaml, merge
 from engram.train import ablate
-from engram.train.ablate import AblationConfig, run_study, summarise
+from engram.train.ablate import AblationConfig, run_study, study_table, summarise
 from engram.train.evaluate import open_run
 from engram.train.quickstart import rebuild_report
 
@@ -71,6 +71,10 @@ def test_the_smoke_grid_leaves_results_table_and_figures(
     assert arm["difference"]["half"] == pytest.approx(12.7062 * abs(differences[0] - differences[1]) / 2, rel=1e-4)
     assert arm["loss_at_equal_time"]["n"] == 2 and len(arm["lens_kl"]) == 2
     assert "2 paired seeds" in summary["verdict"]
+    columns, rows = study_table(summary)
+    assert [row[:2] for row in rows] == [["rho=1.0", "2"], ["rho=0.5", "2"]]
+    assert rows[1][3].startswith(f"{arm['difference']['mean']:+.4f} [") and "equal time" in columns[4]
+    assert " | ".join(rows[1]) in (out / "table.md").read_text(encoding="utf-8")
 
 
 def test_every_arm_of_a_seed_sees_the_same_data_and_starts_equal(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import engram
 import engram.optim
 from engram.config import ConfigError, EngramConfig
 from engram.hosts import ENTRIES
-from engram.memory import Memory
+from engram.memory import UNREACHED_LIMIT, Memory
 
 HOSTS = tuple(ENTRIES)
 VOCAB = 64
@@ -235,17 +237,48 @@ def test_rows_that_nobody_updates_are_an_error(tiny_model: TinyModel) -> None:
     handle = engram.attach(model, CFG)
     handle.memory.idle_limit = 3
     plain = torch.optim.SGD([p for p in model.parameters() if p.numel()], lr=0.1)
-    for _ in range(3):
+    for _ in range(4):
         model(_ids(), use_cache=False).logits.sum().backward()
         plain.step()
-    with pytest.raises(RuntimeError, match="have not been updated in 3 training forwards"):
+    with pytest.raises(RuntimeError, match="got 4 gradients and no optimizer applied one"):
         model(_ids(), use_cache=False)
     with pytest.raises(RuntimeError, match="not been updated by any training step"):
         handle.memory.check_learning()
     for layer in handle.memory.layers.values():
         layer.table.trainable = False
-    model(_ids(), use_cache=False)
+    for _ in range(5):
+        model(_ids(), use_cache=False).logits.sum().backward()
     handle.memory.check_learning()
+
+
+def test_row_gradients_that_are_dropped_again_and_again_are_an_error(tiny_model: TinyModel) -> None:
+    model = tiny_model("llama").train()
+    engram.attach(model, CFG)
+    plain = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)  # does nothing to rows, without a word
+    with pytest.raises(RuntimeError, match="33 were dropped"):
+        for _ in range(40):
+            model(_ids(1, 4), use_cache=False).logits.sum().backward()
+            plain.zero_grad()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_plain_adam_says_which_optimizer_to_use(fused: bool, tiny_model: TinyModel) -> None:
+    model = tiny_model("llama").train()
+    engram.attach(model, CFG)
+    plain = torch.optim.AdamW(model.parameters(), fused=fused)
+    model(_ids(), use_cache=False).logits.sum().backward()
+    with pytest.raises(RuntimeError, match=r"engram.optim.build"):
+        plain.step()
+
+
+def test_a_learning_rate_of_zero_is_no_update(tiny_model: TinyModel) -> None:
+    model = tiny_model("llama").train()
+    handle = engram.attach(model, CFG)
+    optimizer = engram.optim.build(model, lr=0.0)
+    model(_ids(), use_cache=False).logits.sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="not been updated"):
+        handle.memory.check_learning()
 
 
 class OwnModel(nn.Module):
@@ -284,9 +317,161 @@ def test_a_layer_forgotten_in_ones_own_model_is_an_error() -> None:
         memory(0, x)
     with pytest.raises(ConfigError, match="block 5 has no memory"):
         memory(5, x)
-    memory.start(_ids())
-    memory(0, x)
-    memory.start(_ids())
-    memory(0, x)
-    with pytest.raises(RuntimeError, match=r"\[1\] were not called in the last two forwards"):
+    for _ in range(UNREACHED_LIMIT):
         memory.start(_ids())
+        memory(0, x)
+    with pytest.raises(RuntimeError, match=r"\[1\] were not called in the last 8 forwards"):
+        memory.start(_ids())
+
+
+class Recomputed(nn.Module):
+    """Two blocks that ask for their memory inside an activation checkpoint."""
+
+    def __init__(self, checkpointing: bool, explicit: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(VOCAB, 32)
+        self.memory = Memory(CFG.replace(init="normal", init_std=1.0))
+        self.checkpointing, self.explicit = checkpointing, explicit
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        step = self.memory.start(ids_BT)
+        x_BTD = self.embed(ids_BT)
+        for i in CFG.layers:
+            args = (i, x_BTD, step if self.explicit else None)
+            if self.checkpointing:
+                x_BTD = checkpoint(lambda i, x, s: x + self.memory(i, x, s).tanh(), *args, use_reentrant=False)
+            else:
+                x_BTD = x_BTD + self.memory(*args).tanh()
+        return x_BTD.square().sum()
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_recomputation_around_the_memory_itself(explicit: bool) -> None:
+    a, b = _ids(), _ids()
+    found = []
+    for checkpointing in (False, True):
+        model = Recomputed(checkpointing, explicit)
+        for ids in (a, b):  # accumulation: each backward before the next forward
+            model(ids).backward()
+        found.append(_gradients(model))
+    assert len(found[0]) > 8
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_two_pending_forwards_are_right_with_their_steps_and_an_error_without() -> None:
+    a, b = _ids(), _ids()
+    plain, recomputed = Recomputed(False, True), Recomputed(True, True)
+    for model in (plain, recomputed):
+        (model(a) + model(b)).backward()
+    theirs = _gradients(recomputed)
+    for name, gradient in _gradients(plain).items():
+        torch.testing.assert_close(theirs[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+    model = Recomputed(True, False)
+    with pytest.raises(RuntimeError, match="pass the step"):
+        (model(a) + model(b)).backward()
+    model = Recomputed(True, False)
+    loss = model(a)
+    with torch.no_grad():
+        model(b)
+    with pytest.raises(RuntimeError, match="pass the step"):
+        loss.backward()
+
+
+def test_arguments_by_position_are_read_like_those_by_name(tiny_model: TinyModel) -> None:
+    model, ids = tiny_model("llama"), _ids()
+    _filled(engram.attach(model, CFG))
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+    with torch.no_grad():
+        by_name = model.model(ids, position_ids=positions, use_cache=False).last_hidden_state
+        assert torch.equal(model.model(ids, None, positions, None, None, False).last_hidden_state, by_name)
+        output = model.model(ids, use_cache=True)
+        past = getattr(output, "cache", None) or output.past_key_values
+        with pytest.raises(RuntimeError, match="continues a cache"):
+            model.model(ids[:, 8:], None, None, past)
+
+
+def test_restarting_positions_with_a_mask_are_refused(tiny_model: TinyModel) -> None:
+    model, ids = tiny_model("llama"), _ids()
+    engram.attach(model, CFG)
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+    with pytest.raises(ValueError, match="without an attention_mask"):
+        model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
+
+
+def test_maps_tokenizers_and_sizes_must_agree(tiny_model: TinyModel) -> None:
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{i // 2}" if i % 2 else f"W{i // 2}": i for i in range(50)}, unk_token="W0")
+    )
+    model, on = tiny_model("llama"), CFG.replace(compress=True)
+    right = engram.TokenMap.from_tokenizer(tokenizer, VOCAB)
+    other = engram.TokenMap(list(range(VOCAB)))
+    for cfg, kwargs, message in (
+        (on, {"tokenizer": tokenizer, "token_map": other}, "is not the map of this tokenizer"),
+        (on, {"token_map": engram.TokenMap([0, 1, 2])}, "covers 3 ids, the model has 64"),
+        (CFG, {"token_map": right}, "set compress: true"),
+        (CFG.replace(vocab_size=10), {}, "less than the 64 ids"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engram.attach(model, cfg, **kwargs)
+    assert engram.attach(model, on, tokenizer=tokenizer, token_map=right).memory.token_map is not None
+    with pytest.raises(ConfigError, match="needs a token_map"):
+        Memory(on, vocab_size=VOCAB)
+    with pytest.raises(ConfigError, match="set compress: true"):
+        Memory(CFG, token_map=right)
+
+
+def test_taps_keep_what_was_recorded(tiny_model: TinyModel) -> None:
+    model, a, b = tiny_model("llama"), _ids(), _ids()
+    handle = _filled(engram.attach(model, CFG))
+    with handle.taps() as taps:
+        _logits(model, a)
+        assert all("value" in stages for stages in taps.values())
+    kept = {name: tensor.clone() for name, tensor in taps[0].items()}
+    _logits(model, b)
+    assert taps[0].keys() == kept.keys() and all(torch.equal(taps[0][name], kept[name]) for name in kept)
+    assert torch.equal(handle.taps()[0]["rows"], handle.memory.layer(0).hash.rows(b))
+
+
+def test_the_number_of_compiled_graphs_does_not_grow_with_the_calls(tiny_model: TinyModel) -> None:
+    model = tiny_model("llama").train()
+    _filled(engram.attach(model, CFG))
+    graphs: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled, ids = torch.compile(model, backend=count), _ids()
+    expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected)
+    first = len(graphs)
+    for _ in range(12):
+        compiled(_ids(), use_cache=False).logits.sum().backward()
+        model.zero_grad()
+        for layer in model.engram.layers.values():
+            layer.table.proxy.applied()
+    assert len(graphs) == first, "a counter that dynamo guards on would compile anew at every call"
+
+
+def test_a_copied_model_learns_on_its_own(tiny_model: TinyModel) -> None:
+    model, ids = tiny_model("llama").train(), _ids()
+    handle = engram.attach(model, CFG)
+    optimizer = engram.optim.build(model, lr=1e-2)
+    model(ids, use_cache=False).logits.sum().backward()
+    copied_memory, copied_optimizer = copy.deepcopy((handle.memory, optimizer))
+    optimizer.step()
+    before = handle.memory.layer(0).table.store.rows.clone()
+    copied_memory.start(ids)
+    copied_memory(0, torch.randn(2, 12, 32)).sum().backward()
+    copied_optimizer.step()
+    assert copied_memory.layer(0).table.updates == 1
+    assert torch.equal(handle.memory.layer(0).table.store.rows, before)

@@ -248,7 +248,10 @@ def test_bad_input_names_the_field_and_the_value() -> None:
     with pytest.raises(ValueError, match=r"\[4\]"):
         module.rows(torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ValueError, match="segment_ids"):
-        module.rows(torch.zeros(1, 4, dtype=torch.int64), segment_ids=torch.zeros(1, 3))
+        module.rows(torch.zeros(1, 4, dtype=torch.int64), segment_ids=torch.zeros(1, 3, dtype=torch.int64))
+    for name in ("segment_ids", "mask", "blocked"):
+        with pytest.raises(TypeError, match=name):
+            module.rows(torch.zeros(1, 4, dtype=torch.int64), **{name: torch.full((1, 4), -1e9)})
     with pytest.raises(ConfigError, match="layer: 2"):
         NgramHash(CFG, 2)
     with pytest.raises(ConfigError, match="re-addressed"):
@@ -271,3 +274,57 @@ def test_a_token_map_makes_ids_raw() -> None:
     ids = torch.tensor([[0, 3, 4, 2, 1]])
     assert torch.equal(raw.rows(ids), canonical.rows(tmap.map[ids]))
     assert torch.equal(raw.rows(torch.tensor([[7, 1]]))[:, 1], raw.rows(torch.tensor([[-1, 1]]))[:, 1])
+
+
+def test_an_average_of_weights_cannot_change_the_constants() -> None:
+    module = NgramHash(families.get("toy"), 1)
+    average = torch.optim.swa_utils.AveragedModel(module, use_buffers=True)
+    for _ in range(3):
+        average.update_parameters(module)
+    golden = GOLDEN["toy"]
+    assert average.module.rows(torch.tensor([golden["ids"]]))[0].tolist() == golden["by_layer"]["1"]["rows"]
+
+
+def test_assigning_a_state_dict_to_a_module_on_the_meta_device_makes_it_real() -> None:
+    saved = NgramHash(families.get("toy"), 1).state_dict()
+    with torch.device("meta"):
+        module = NgramHash(families.get("toy"), 1)
+    module.load_state_dict(saved, assign=True)
+    golden = GOLDEN["toy"]
+    assert module.rows(torch.tensor([golden["ids"]]))[0].tolist() == golden["by_layer"]["1"]["rows"]
+
+
+def test_a_state_of_another_map_filler_or_boundary_is_refused() -> None:
+    """Maps of equal size give equal multipliers: only a digest tells them apart."""
+    a, b = TokenMap([0, 1, 2, 1, 0]), TokenMap([0, 0, 1, 1, 2])
+    saved = NgramHash(CFG, 1, token_map=a).state_dict()
+    NgramHash(CFG, 1, token_map=a).load_state_dict(saved)
+    for other, tmap in ((CFG, b), (CFG.replace(filler=1), a), (CFG.replace(boundary="eos", eos=(4,)), a)):
+        with pytest.raises(RuntimeError, match=r"digest|multipliers"):
+            NgramHash(other, 1, token_map=tmap).load_state_dict(saved)
+
+
+def test_vocabularies_that_disagree_are_refused() -> None:
+    with pytest.raises(ConfigError, match="50 differs from 1000"):
+        NgramHash(CFG.replace(vocab_size=1000), 1, vocab_size=50)
+    with pytest.raises(ConfigError, match="no room for multipliers"):
+        NgramHash(CFG.replace(hash=HashConfig(width=32)), 1)
+    tmap = TokenMap([0, 1, 2, 1, 0])
+    assert NgramHash(CFG, 1, vocab_size=5, token_map=tmap).vocab_size == 3, "the number of raw ids is no disagreement"
+    with pytest.raises(ConfigError, match="vocab_size: 4 classes"):
+        NgramHash(CFG, 1, vocab_size=4, token_map=tmap)
+
+
+def test_constants_made_or_moved_in_inference_mode_work_outside_it() -> None:
+    with torch.inference_mode():
+        module = NgramHash(CFG, 1, vocab_size=100)
+        module.to("cpu")
+    module.rows(torch.tensor([[1, 1000]]))
+    assert int(module.masked) == 1
+
+
+def test_the_prime_search_of_the_largest_family_walks_a_few_hundred_numbers() -> None:
+    """24 heads above 20 million: consecutive primes, found without walking far."""
+    cfg = CFG.replace(orders=(2, 3, 4), heads=8, rows=20_000_000)
+    sizes = table_sizes(cfg)[1]
+    assert len(sizes) == 24 and sizes[0] == 20_000_003 and sizes[-1] - sizes[0] < 1000

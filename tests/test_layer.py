@@ -74,6 +74,63 @@ def test_packed_documents_compute_what_they_compute_alone() -> None:
     assert not torch.allclose(leaking, alone)
 
 
+def test_reused_segment_ids_are_still_different_documents() -> None:
+    layer = _random(CFG)
+    ids, x = torch.randint(0, 100, (1, 12)), torch.randn(1, 12, 12)
+    reused = torch.tensor([[0] * 5 + [1] * 2 + [0] * 5])
+    distinct = torch.tensor([[0] * 5 + [1] * 2 + [2] * 5])
+    rows = layer.hash.rows(ids, segment_ids=reused)
+    assert torch.equal(rows, layer.hash.rows(ids, segment_ids=distinct))
+    assert torch.equal(layer(x, rows, segment_BT=reused), layer(x, rows, segment_BT=distinct))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (1, 1)])
+def test_empty_and_single_batches_run_forward_and_backward(shape: tuple[int, int]) -> None:
+    layer = _random(CFG)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    layer(torch.randn(*shape, 12), layer.hash.rows(ids)).sum().backward()
+    assert layer.value is not None and layer.value.weight.grad is not None
+
+
+def test_the_convolutions_norm_does_not_overflow_in_16_bit() -> None:
+    layer = _random(CFG, gate="none")
+    assert layer.value is not None
+    layer.value.weight.data *= 300  # squares beyond 65,504
+    ids, x = torch.randint(0, 100, (1, 20)), torch.randn(1, 20, 12)
+    with layer_taps(layer):
+        layer(x, layer.hash.rows(ids))
+    exact = layer.taps["conv"]
+    half = copy.deepcopy(layer).half()
+    with layer_taps(half):
+        half(x.half(), half.hash.rows(ids))
+    torch.testing.assert_close(half.taps["conv"].float(), exact, rtol=0.02, atol=0.02)
+
+
+def test_16_bit_rows_in_a_state_dict_are_read_as_fp32() -> None:
+    layer = Engram(CFG, 1, vocab_size=100)
+    state = {k: v.bfloat16() if k.endswith("rows") else v for k, v in layer.state_dict().items()}
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            other = Engram(CFG, 1, vocab_size=100)
+        other.load_state_dict(state, assign=True)
+        assert other.table.store.rows.dtype == torch.float32
+        assert torch.equal(other.table.store.rows, state["table.store.rows"].float()), device
+    with pytest.raises(RuntimeError, match="this table has"):
+        layer.load_state_dict({**state, "table.store.rows": torch.zeros(3, 4)})
+
+
+def test_frozen_rows_stay_frozen_in_copies() -> None:
+    layer = Engram(CFG, 1, vocab_size=100)
+    layer.table.trainable = False
+    assert not copy.deepcopy(layer).table.trainable
+
+
+def test_sharing_memory_shares_the_rows() -> None:
+    layer = Engram(CFG, 1, vocab_size=100)
+    layer.share_memory()
+    assert layer.table.store.rows.is_shared()
+
+
 def test_the_update_is_causal() -> None:
     layer = _random(CFG)
     ids, x = torch.randint(0, 100, (1, 25)), torch.randn(1, 25, 12)

@@ -175,7 +175,7 @@ def test_paired_difference_uses_common_seeds_only() -> None:
 def test_figures_are_png_and_the_same_bytes_twice(tmp_path: Path) -> None:
     results = [one_result(), one_result("moe", 0, 3.3, 1.0)]
     first, second = result_figures(results), result_figures(results)
-    assert list(first) == ["loss", "kl_by_depth", "loss_by_depth", "gates", "differences"]
+    assert list(first) == ["loss", "kl_by_depth", "loss_by_depth", "gates"]
     sizes = set()
     for name, figure in first.items():
         data = png_bytes(figure)
@@ -344,7 +344,7 @@ def test_report_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
             value = attributes.get(name)
             assert value is None or value.startswith("data:image/png;base64,"), f"<{tag} {name}={value}>"
         assert not any(name.startswith("on") for name in attributes)
-    assert counts["img"] == 4
+    assert counts["img"] == 3
     assert "url(" not in path.read_text(encoding="utf-8") and "@import" not in path.read_text(encoding="utf-8")
     for part in (
         "one seed, no verdict: memory − moe = -0.1000", "Summary", "trigram", "Gate values over a sample text: memory",

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 import yaml
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from engram.eval.figures import result_figures, save_png
 from engram.eval.report import build_report, markdown_table, read_result, verdict, write_json
@@ -37,6 +37,7 @@ from engram.train.budget import describe
 from engram.train.data import prepare
 from engram.train.loop import train_run
 from engram.train.recipe import TrainConfig
+from engram.train.trackers import console
 
 RUN_SNIPPET = "import sys; from engram.train.ablate import run_one; sys.exit(run_one(sys.argv[1]))"
 POLL_SECONDS = 1.0
@@ -116,7 +117,7 @@ def dry(study: AblationConfig) -> dict[str, Any]:
     runs = study.runs()
     first = {run.arm: run for run in reversed(runs)}
     arms = {name: first[name].config.arm(first[name].config.data.vocab_size) for name, _ in study.overrides()}
-    Console(stderr=True).print(describe(list(arms.values())))
+    console().print(describe(list(arms.values())))
     return {
         "config": to_dict(study),
         "runs": len(runs),
@@ -144,10 +145,12 @@ def run_study(study: AblationConfig, out: Path, workers: int | None = None, quie
                 failed[run.folder] = error
     elif todo:
         failed = _in_processes(todo, out, workers or _default_workers(), quiet)
-    return summarise(study, out, failed)
+    return summarise(study, out, failed, quiet)
 
 
-def summarise(study: AblationConfig, out: Path, failed: dict[str, str] | None = None) -> dict[str, Any]:
+def summarise(
+    study: AblationConfig, out: Path, failed: dict[str, str] | None = None, quiet: bool = False
+) -> dict[str, Any]:
     """Results in `out` -> summary.json, table.md, figures, report.html. Raises RuntimeError when no run is finished."""
     results = [
         read_result(out / run.folder / "result.json")
@@ -168,13 +171,44 @@ def summarise(study: AblationConfig, out: Path, failed: dict[str, str] | None = 
         "out": str(out),
     }
     write_json(out / "summary.json", summary)
-    (out / "table.md").write_text(markdown_table(results), encoding="utf-8")
+    columns, rows = study_table(summary)
+    table = "".join(f"| {' | '.join(line)} |\n" for line in [columns, ["--:"] * len(columns), *rows])
+    (out / "table.md").write_text(f"{markdown_table(results)}\n{table}", encoding="utf-8")
     figures = result_figures(results)
     for name, figure in figures.items():
         save_png(figure, out / f"{name}.png")
     build_report(results, figures, out / "report.html", title=study.name, command=f"engram ablate … --out {out}")
-    Console(stderr=True).print(f"[bold]{summary['verdict']}[/bold]\n{out / 'report.html'}")
+    if not quiet:
+        printed = Table(*columns, title=f"{study.name}: held-out nats/token", title_justify="left")
+        for row in rows:
+            printed.add_row(*row)
+        console().print(printed, f"[bold]{summary['verdict']}[/bold]", str(out / "report.html"), sep="\n")
     return summary
+
+
+def study_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Summary of a study -> column titles and one row of texts an arm; intervals are 95 % t intervals."""
+    titles = {
+        "loss": "loss",
+        "difference": f"minus {summary['baseline']}, paired",
+        "loss_at_equal_time": "loss at equal time",
+        "difference_at_equal_time": "difference at equal time",
+    }
+    rows = []
+    for name, arm in summary["arms"].items():
+        signs = ["+" if key.startswith("difference") else "" for key in titles]
+        cells = [_cell(arm[key], sign) for key, sign in zip(titles, signs, strict=True)]
+        rows.append([name, str(arm["loss"]["n"] if arm["loss"] else 0), *cells])
+    return ["arm", "seeds", *titles.values()], rows
+
+
+def _cell(estimate: dict[str, Any] | None, sign: str) -> str:
+    if estimate is None or estimate["mean"] is None:
+        return "–"
+    text = f"{estimate['mean']:{sign}.4f}"
+    if estimate["low"] is None:
+        return text
+    return f"{text} [{estimate['low']:{sign}.4f}, {estimate['high']:{sign}.4f}]"
 
 
 def _arm_summary(name: str, baseline: str, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -298,7 +332,7 @@ class _Board:
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=console(),
             disable=quiet,
         )
         steps = sum(run.config.steps for run in todo)

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engram.memory import inside_backward
+
 BIAS = "e_score_correction_bias"
 
 
@@ -148,7 +150,7 @@ class Balancer:
 
         @torch.no_grad()
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not module.training or _inside_backward():
+            if not module.training or inside_backward():
                 return
             chosen_K = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
             chosen_K = chosen_K.reshape(-1, chosen_K.shape[-1])
@@ -193,11 +195,6 @@ def _routers(model: nn.Module) -> Iterator[_Router]:
             bias_E = typing.cast(Tensor, getattr(gate, BIAS))
             load_E = torch.zeros(bias_E.numel(), dtype=torch.int64, device=bias_E.device)
             yield _Router(name, gate, experts, load_E, bias_E.detach().float().clone())
-
-
-def _inside_backward() -> bool:
-    """Whether autograd is running: a forward there is a recomputation (activation checkpointing)."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _over_ranks(load_E: Tensor) -> Tensor:

@@ -245,7 +245,9 @@ def describe(arms: Sequence[Arm]) -> Table:
 def _cell(key: str, value: int | float) -> str:
     if key.endswith("_off"):
         return f"{value:+.3%}"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+    if isinstance(value, int):
+        return f"{value / 1e6:.3f}M" if value >= 1e5 else f"{value:,}"
+    return f"{value:.3f}"
 
 
 def _kept(rho: float, inactive: int) -> int:

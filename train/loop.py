@@ -36,7 +36,7 @@ from engram.train.budget import describe
 from engram.train.data import Corpus, prepare
 from engram.train.recipe import TrainConfig, load
 from engram.train.study import examine
-from engram.train.trackers import Tracker
+from engram.train.trackers import Tracker, console
 
 LEARNING_CHECK = 10
 """Optimizer steps after which rows that have never been updated are an error."""
@@ -61,10 +61,8 @@ def run_config(
 
 def dry(cfg: TrainConfig) -> dict[str, Any]:
     """The complete configuration, parameters, FLOPs per token and bytes per placement; trains nothing."""
-    from rich.console import Console
-
     arm = cfg.arm(cfg.data.vocab_size)
-    Console(stderr=True).print(describe([arm]))
+    console().print(describe([arm]))
     table = arm.parameters["table"]
     return {
         "config": cfg.to_dict(),
@@ -260,8 +258,6 @@ class Run:
             self.built.handle.memory.layer(int(layer)).table.updates = updates
 
     def _progress(self) -> Progress:
-        from rich.console import Console
-
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -270,7 +266,7 @@ class Run:
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=console(),
             disable=self.quiet,
         )
         bar.add_task(self.cfg.name, total=self.cfg.steps, completed=self.step, loss="-", speed="-", extra="")

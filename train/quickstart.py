@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 import engram
@@ -21,8 +20,9 @@ from engram.eval.figures import result_figures, save_png
 from engram.eval.report import build_report, read_result, summary, verdict
 from engram.strict import apply_overrides, from_dict, load_yaml, require
 from engram.train.ablate import AblationConfig, run_study
+from engram.train.trackers import console
 
-COMMAND = "engram quickstart"
+TITLE, COMMAND = "Engram quickstart", "engram quickstart"
 CONFIGS = Path(str(engram.__file__)).parent / "configs"
 
 
@@ -39,14 +39,17 @@ def run(out: str, overrides: list[str], toy: bool = False) -> dict[str, Any]:
     found = run_study(study, folder)
     if found["failed"]:
         raise RuntimeError("; ".join(f"{name}: {error}" for name, error in found["failed"].items()))
-    found |= rebuild_report(out)
+    found |= rebuild_report(out, TITLE, COMMAND)
     found["seconds"] = round(time.monotonic() - began, 1)
-    Console(stderr=True).print(f"{found['seconds']:.0f} s in all; report: {found['report']}", highlight=False)
+    console().print(f"{found['seconds']:.0f} s in all; report: {found['report']}", highlight=False)
     return found
 
 
-def rebuild_report(run: str) -> dict[str, Any]:
-    """`engram report`: results below a folder -> terminal table, report.html and PNG figures, from the files alone."""
+def rebuild_report(run: str, title: str | None = None, command: str | None = None) -> dict[str, Any]:
+    """`engram report`: results below a folder -> terminal table, report.html and PNG figures, from the files alone.
+
+    Raises ConfigError when the folder holds no result.
+    """
     folder = Path(run)
     paths = sorted(folder.rglob("result.json"))
     require(bool(paths), f"run: {run} holds no result.json")
@@ -55,16 +58,18 @@ def rebuild_report(run: str) -> dict[str, Any]:
     figures = result_figures(results)
     for name, figure in figures.items():
         save_png(figure, folder / f"{name}.png")
-    report = build_report(results, figures, folder / "report.html", title="Engram quickstart", command=COMMAND)
-    console = Console(stderr=True)
+    report = build_report(
+        results, figures, folder / "report.html", title=title or folder.name, command=command or f"engram report {run}"
+    )
+    shown = console()
     columns, rows = summary(results)
     table = Table("", *(row[0] for row in rows), title_justify="left")  # one column an arm fits any terminal
     for index, name in enumerate(columns[1:], start=1):
         table.add_row(name, *(row[index] for row in rows))
-    console.print(table)
+    shown.print(table)
     if all(one["metrics"].get("lens") for one in results):
-        console.print(_depths(results))
-    console.print(f"[bold]{verdict(results)}[/bold]", highlight=False)
+        shown.print(_depths(results))
+    shown.print(f"[bold]{verdict(results)}[/bold]", highlight=False)
     return {"report": str(report), "figures": sorted(figures), "verdict": verdict(results)}
 
 

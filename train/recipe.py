@@ -10,7 +10,6 @@ memory are built as they stand.
 from __future__ import annotations
 
 import math
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Literal
 from engram.backbone import BackboneConfig
 from engram.config import EngramConfig
 from engram.optim import RowRule
-from engram.strict import apply_overrides, choice, from_dict, load_yaml, require, to_dict
+from engram.strict import apply_overrides, check_fields, from_dict, load_yaml, require, to_dict
 from engram.train.budget import Arm, plan
 from engram.train.corpus import DataConfig
 
@@ -46,7 +45,7 @@ class OptimizerConfig:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_choices(self, "optimizer")
+        check_fields(self, "optimizer")
         require(self.lr > 0, f"optimizer.lr: {self.lr} must be greater than 0")
         require(
             self.row_lr_multiplier >= 0, f"optimizer.row_lr_multiplier: {self.row_lr_multiplier} must not be negative"
@@ -114,7 +113,7 @@ class TrainConfig:
     wandb: str | None = None
 
     def __post_init__(self) -> None:
-        _check_choices(self, "")
+        check_fields(self)
         for name in ("steps", "accumulate", "log_every"):
             require(getattr(self, name) >= 1, f"{name}: {getattr(self, name)} must be at least 1")
         for name in ("eval_every", "checkpoint_every"):
@@ -163,9 +162,3 @@ class TrainConfig:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """A YAML file with `--set` overrides -> TrainConfig. Raises ConfigError naming field, value and remedy."""
     return from_dict(TrainConfig, apply_overrides(load_yaml(path), overrides))
-
-
-def _check_choices(config: Any, prefix: str) -> None:
-    for name, hint in typing.get_type_hints(type(config)).items():
-        if typing.get_origin(hint) is Literal:
-            choice(f"{prefix}.{name}" if prefix else name, getattr(config, name), typing.get_args(hint))

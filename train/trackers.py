@@ -8,7 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich.console import Console
+
 from engram.train.recipe import TrainConfig
+
+
+def console() -> Console:
+    """Standard error as a rich console; wide when it is no terminal, so that logs hold whole tables."""
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 140)
 
 
 class Tracker:

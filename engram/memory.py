@@ -146,8 +146,8 @@ class Memory(nn.Module):
         masked = int(self.layer(self.cfg.layers[0]).hash.masked)  # one window serves all layers
         return {
             m.layer: {
-                "rows": m.table.store.count,
-                "width": m.table.store.width,
+                "rows": m.table.store.spec.rows,
+                "width": m.table.store.spec.width,
                 "bytes": m.table.store.bytes_held(),
                 "updates": m.table.updates,
                 "ids_masked": masked,

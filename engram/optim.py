@@ -22,6 +22,7 @@ from torch.optim.adamw import adamw
 
 from engram.config import ConfigError
 from engram.kernels.dispatch import elementwise_adam, rowwise_adagrad, rowwise_adam
+from engram.stores import TableSpec
 from engram.strict import choice, require
 from engram.table import RowProxy, Table
 
@@ -151,7 +152,7 @@ class EngramOptimizer(torch.optim.Optimizer):
         table, state = _table_of(proxy), self.state[proxy]
         store = table.store
         if not state:
-            state.update(_row_state(group["rule"], store.count, store.width, store.rows.device))
+            state.update(_row_state(group["rule"], store.spec, store.device))
         ids_U, grads_UW = proxy.row_ids, proxy.grad
         assert ids_U is not None and grads_UW is not None
         values_UW = store.gather(ids_U)
@@ -171,7 +172,7 @@ class EngramOptimizer(torch.optim.Optimizer):
         for proxy in self._proxies():
             table, v = _table_of(proxy), self.state.get(proxy, {}).get("v")
             if v is not None and v.ndim == 1:
-                counts[table.layer] = (int((v >= 0).sum()), table.store.count)
+                counts[table.layer] = (int((v > 0).sum()), table.store.spec.rows)
         return counts
 
 
@@ -184,14 +185,14 @@ def _table_of(proxy: RowProxy) -> Table:
     return table
 
 
-def _row_state(rule: str, rows: int, width: int, device: torch.device) -> dict[str, Any]:
-    """State of one table: a negative `v` marks a row that was never touched."""
+def _row_state(rule: str, spec: TableSpec, device: torch.device) -> dict[str, Any]:
+    """State of one table. `v` is 0 for a row that was never touched: such pages of it are never made real."""
     state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32)}
     if rule in ("rowwise_adam", "rowwise_adagrad"):
-        state["v"] = torch.full((rows,), -1.0, device=device)
+        state["v"] = torch.zeros(spec.rows, device=device)
     elif rule == "adam":
-        state["m"] = torch.zeros(rows, width, device=device)
-        state["v"] = torch.zeros(rows, width, device=device)
+        state["m"] = torch.zeros(spec.rows, spec.width, device=device)
+        state["v"] = torch.zeros(spec.rows, spec.width, device=device)
     return state
 
 

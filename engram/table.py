@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from engram.config import ConfigError, EngramConfig
 from engram.hashing import splitmix64, total_rows
 from engram.kernels.dispatch import sum_duplicates
-from engram.stores import DeviceStore
+from engram.stores import DeviceStore, TableSpec
 
 
 class RowProxy(nn.Parameter):
@@ -107,10 +107,9 @@ class Table(nn.Module):
             raise ConfigError(f"row_dtype: {cfg.row_dtype!r} is not available in this version; use 'fp32'")
         self.cfg, self.layer = cfg, layer
         seed = splitmix64((cfg.seed << 20) ^ layer) >> 1
-        self.store = DeviceStore(
-            total_rows(cfg, layer), cfg.head_dim, seed=seed, std=cfg.init_std, zeros=cfg.init == "zeros"
-        )
-        self.proxy = RowProxy(torch.empty(0, cfg.head_dim, device=self.store.rows.device))
+        spec = TableSpec(total_rows(cfg, layer), cfg.head_dim, seed, cfg.init_std, zeros=cfg.init == "zeros")
+        self.store = DeviceStore(spec)
+        self.proxy = RowProxy(torch.empty(0, cfg.head_dim, device=self.store.device))
         self.proxy.table = weakref.ref(self)
         self.updates = 0
 
@@ -133,7 +132,7 @@ class Table(nn.Module):
 
         Raises RuntimeError under `torch.func`, whose stand-ins for parameters cannot collect row gradients.
         """
-        ids_n = rows_BTC.reshape(-1).to(self.store.rows.device)
+        ids_n = rows_BTC.reshape(-1).to(self.store.device)
         values_nW = self.store.gather(ids_n)
         if torch.is_grad_enabled() and self.trainable:
             if not isinstance(self.proxy, RowProxy):
@@ -152,7 +151,7 @@ class Table(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
         """Follow device moves; rows and proxy keep their dtype."""
         self.store._apply(fn)
-        device = self.store.rows.device
+        device = self.store.device
         if self.proxy.device != device and device.type != "meta":
             self.proxy.data = self.proxy.data.to(device)
             self.proxy.grad = None

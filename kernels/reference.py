@@ -68,21 +68,19 @@ def rowwise_adam(
 ) -> tuple[Tensor, Tensor]:
     """One row-wise Adam step on touched rows: returns the new values and the new state (one fp32 scalar a row).
 
-    v = mean over the row of g^2 at the first touch (a negative v marks a row never touched), then
+    v = mean over the row of g^2 at the first touch (v is 0 for a row never touched), then
     v <- beta2 v + (1 - beta2) mean g^2; row <- row - lr g / (sqrt(v) + eps). No bias correction: with the global one a
-    row first touched at step 1000 moves 25 times the learning rate. A gradient of exactly zero (masked labels) is no
-    first
-    touch: starting v at 0 would let the next one move the row by lr / sqrt(1 - beta2).
+    row first touched at step 1000 moves 25 times the learning rate. A gradient of exactly zero (masked labels) is
+    no first touch: counted as one, it would let the next move the row by lr / sqrt(1 - beta2).
     """
     square_U = grads_UW.square().mean(dim=-1)
-    first_U = torch.where(square_U > 0, square_U, v_U)
-    new_v_U = torch.where(v_U < 0, first_U, beta2 * v_U + (1 - beta2) * square_U)
-    return values_UW - lr * grads_UW / (new_v_U.clamp_min(0).sqrt() + eps).unsqueeze(-1), new_v_U
+    new_v_U = torch.where(v_U == 0, square_U, beta2 * v_U + (1 - beta2) * square_U)
+    return values_UW - lr * grads_UW / (new_v_U.sqrt() + eps).unsqueeze(-1), new_v_U
 
 
 def rowwise_adagrad(values_UW: Tensor, grads_UW: Tensor, v_U: Tensor, lr: float, eps: float) -> tuple[Tensor, Tensor]:
     """One row-wise Adagrad step: v <- v + mean over the row of g^2 (from 0); row <- row - lr g / (sqrt(v) + eps)."""
-    new_v_U = v_U.clamp_min(0) + grads_UW.square().mean(dim=-1)
+    new_v_U = v_U + grads_UW.square().mean(dim=-1)
     return values_UW - lr * grads_UW / (new_v_U.sqrt() + eps).unsqueeze(-1), new_v_U
 
 

@@ -12,7 +12,7 @@ from engram.config import ConfigError, EngramConfig
 from engram.kernels import reference
 from engram.kernels.dispatch import backend
 from engram.layer import Engram
-from engram.stores import DeviceStore, initial_rows
+from engram.stores import DeviceStore, TableSpec, initial_rows
 
 CFG = EngramConfig(hidden_size=12, layers=(1,), heads=2, head_dim=4, rows=53, init="normal", init_std=1.0)
 
@@ -236,7 +236,7 @@ def test_initial_values_are_a_pure_function_of_seed_row_and_column() -> None:
     ids = torch.tensor([0, 1, 41, 41, 2**40])
     values = initial_rows(7, ids, 8, 0.5)
     assert torch.equal(values[2], values[3]) and torch.equal(values[1:2], initial_rows(7, ids[1:2], 8, 0.5))
-    assert torch.equal(DeviceStore(42, 8, seed=7, std=0.5).rows[41], values[2])
+    assert torch.equal(DeviceStore(TableSpec(42, 8, seed=7, std=0.5)).rows[41], values[2])
     assert not torch.equal(values, initial_rows(8, ids, 8, 0.5))
     many = initial_rows(3, torch.arange(40_000), 16, 0.02)
     assert abs(float(many.mean())) < 1e-4 and abs(float(many.std()) / 0.02 - 1) < 5e-3
@@ -254,7 +254,7 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match=r"\[2, 9, 13\], expected \[2, 9, 12\]"):
         layer(torch.randn(2, 9, 13), rows)
     with pytest.raises(IndexError):
-        layer(torch.randn(2, 9, 12), rows + layer.table.store.count)
+        layer(torch.randn(2, 9, 12), rows + layer.table.store.spec.rows)
     for field, value in (("placement", "disk"), ("row_dtype", "int8")):
         with pytest.raises(ConfigError, match=field):
             Engram(CFG.replace(**{field: value}), 1, vocab_size=100)

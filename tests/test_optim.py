@@ -36,7 +36,7 @@ def test_row_wise_adam_is_the_formula_in_float64_over_the_whole_table(duplicates
     """First touches at step 1, 100 and 1,000; one row looked up 1,000 times in every batch."""
     table, lr, beta2, eps = _table(), 1e-2, 0.99, 1e-8
     optimizer = engram.optim.build(table, lr=lr / 5, row_betas=(0.9, beta2), row_eps=eps)
-    rows, state = table.store.rows.double(), torch.full((table.store.count,), -1.0, dtype=torch.float64)
+    rows, state = table.store.rows.double(), torch.full((table.store.spec.rows,), -1.0, dtype=torch.float64)
     steps = [1, 2, 3, 100, 101, 500, 1000] if duplicates > 1 else range(1, 1003)
     for step in steps:
         ids = torch.tensor([3] * duplicates + [7, 9, 7] + [20] * (step >= 100) + [21] * (step >= 1000))
@@ -50,9 +50,9 @@ def test_row_wise_adam_is_the_formula_in_float64_over_the_whole_table(duplicates
             state[row] = square if state[row] < 0 else beta2 * state[row] + (1 - beta2) * square
             rows[row] -= lr * dense[row] / (state[row].sqrt() + eps)
     torch.testing.assert_close(table.store.rows.double(), rows, rtol=2e-5, atol=2e-5)
-    untouched = [r for r in range(table.store.count) if r not in (3, 7, 9, 20, 21)]
+    untouched = [r for r in range(table.store.spec.rows) if r not in (3, 7, 9, 20, 21)]
     assert torch.equal(table.store.rows[untouched], _table().store.rows[untouched])
-    assert optimizer.touched_rows() == {1: (5, table.store.count)}
+    assert optimizer.touched_rows() == {1: (5, table.store.spec.rows)}
 
 
 def test_a_first_touch_moves_by_about_the_learning_rate_whenever_it_happens() -> None:
@@ -99,7 +99,7 @@ def test_row_wise_adagrad_and_sgd() -> None:
 
 def test_element_wise_adam_is_torchs_sparse_adam() -> None:
     table = _table()
-    judge = nn.Embedding(table.store.count, 4, sparse=True, _weight=table.store.rows.clone())
+    judge = nn.Embedding(table.store.spec.rows, 4, sparse=True, _weight=table.store.rows.clone())
     theirs = torch.optim.SparseAdam(judge.parameters(), lr=0.05, betas=(0.9, 0.99))
     ours = engram.optim.build(table, lr=0.01, row_rule="adam", row_betas=(0.9, 0.99))
     for _ in range(6):
@@ -398,7 +398,8 @@ torch.set_num_threads(1)
 cfg = EngramConfig(hidden_size=64, layers=(1,), heads=2, head_dim=4, rows=int(sys.argv[1]) // 4, init="normal")
 layer = Engram(cfg, 1, vocab_size=5000)
 opt = engram.optim.build(layer, lr=1e-3)
-opt.state[layer.table.proxy].update(engram.optim._row_state("rowwise_adam", layer.table.store.count, 4, "cpu"))
+opt.state[layer.table.proxy].update(engram.optim._row_state("rowwise_adam", layer.table.store.spec, "cpu"))
+opt.state[layer.table.proxy]["v"].zero_()  # its pages are real from the start, as those of the rows
 def steps(n, batch):
     for _ in range(n):
         ids = torch.randint(0, 5000, (batch, 512)); x = torch.randn(batch, 512, 64)

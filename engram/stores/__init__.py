@@ -1,0 +1,10 @@
+"""Where rows live, behind one small interface (`Store`): gather, update, flush, close, bytes held.
+
+store = open_store(cfg, layer)
+values_nW = store.gather(ids_n); store.update(ids_U, values_UW)
+"""
+
+from engram.stores.base import Store, TableSpec, initial_rows
+from engram.stores.device import DeviceStore
+
+__all__ = ["DeviceStore", "Store", "TableSpec", "initial_rows"]

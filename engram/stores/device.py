@@ -1,0 +1,98 @@
+"""Rows as one fp32 tensor on the module's device: HBM, or RAM on a machine without a GPU."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engram.stores.base import TableSpec, fill
+
+
+class DeviceStore(nn.Module):
+    """Rows as one fp32 tensor on the module's device (HBM, or RAM on a machine without a GPU).
+
+    A buffer, not a parameter: it is in `state_dict()`, casts leave it alone, and a move from the meta device (or
+    `to_empty`) gives the initial values again instead of uninitialised memory.
+    """
+
+    rows: Tensor
+
+    kind = "device"
+
+    def __init__(self, spec: TableSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self._allocate(torch.get_default_device())
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def _allocate(self, device: torch.device) -> None:
+        # zeros come from the operating system untouched: a table costs nothing until its rows are used
+        self.register_buffer("rows", torch.zeros(self.spec.rows, self.spec.width, dtype=torch.float32, device=device))
+        if not (self.spec.zeros or self.rows.is_meta):
+            fill(self.rows, self.spec)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DeviceStore:
+        """Follow moves and sharing, ignore dtypes; memory that a move would leave uninitialised is initialised again.
+
+        What `fn` does is read off a probe: a number that no freed block can hold by chance, since it is new every time.
+        """
+        number = float(random.getrandbits(20))
+        probe = torch.full((1,), number, device=self.rows.device)
+        moved = fn(probe)
+        if moved.is_meta or probe.is_meta or float(moved.to(torch.float32)) not in (number, _as_16_bit(number, moved)):
+            self._allocate(moved.device)
+        elif moved.dtype == probe.dtype:
+            self.rows = fn(self.rows)
+        else:
+            self.rows = self.rows.to(moved.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Copy saved rows in as fp32, whatever their dtype; a table on the meta device becomes real first."""
+        metadata, strict, missing, _, errors = args[:5]
+        saved = state_dict.get(prefix + "rows")
+        if saved is None:
+            if strict:
+                missing.append(prefix + "rows")
+        elif list(saved.shape) != [self.spec.rows, self.spec.width]:
+            errors.append(
+                f"{prefix}rows: saved {list(saved.shape)}, this table has [{self.spec.rows}, {self.spec.width}]"
+            )
+        elif metadata.get("assign_to_params_buffers", False) and saved.dtype == torch.float32:
+            self.rows = saved
+        else:
+            if self.rows.is_meta:
+                self.rows = torch.empty(self.spec.rows, self.spec.width, dtype=torch.float32, device=saved.device)
+            self.rows.copy_(saved)
+
+    def gather(self, ids_n: Tensor, out: Tensor | None = None) -> Tensor:
+        """Row numbers [n] -> values [n, W], fp32. Raises IndexError for a row outside the table (CPU)."""
+        return torch.index_select(self.rows, 0, ids_n, out=out)
+
+    def update(self, ids_U: Tensor, values_UW: Tensor) -> None:
+        """Write the values of distinct rows, in place."""
+        self.rows.index_copy_(0, ids_U, values_UW.to(self.rows.dtype))
+
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes by device type."""
+        return {self.rows.device.type: self.rows.numel() * self.rows.element_size()}
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> None:
+        """Nothing to let go of: the tensor belongs to the module."""
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}"
+
+
+def _as_16_bit(number: float, like: Tensor) -> float:
+    """`number` as the dtype of `like` rounds it: a cast is a move, too."""
+    return float(torch.tensor(number).to(like.dtype).float())

@@ -141,6 +141,21 @@ class Handle:
             del self.model.engram
         return self.model
 
+    def prefetch(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> None:
+        """Start fetching the rows of a later forward with these arguments, while the model computes something else.
+
+        Worth it where rows do not live on the device; for tables that do, nothing happens.
+        """
+        if segment_ids is None:
+            segment_ids = _documents(input_ids, position_ids, attention_mask)
+        self.memory.prefetch(input_ids, segment_ids=segment_ids, mask=attention_mask)
+
     def taps(self) -> Taps:
         """Detached stages by layer and name: rows and gate of the last forward at once, every stage inside `with`."""
         return Taps(self.memory)
@@ -173,9 +188,8 @@ class Handle:
         self._refuse_decoding(ids_BT, kwargs, mask)
         if segment_ids is not None and kwargs.get("position_ids") is None:
             kwargs["position_ids"] = positions_from_segments(segment_ids)
-        elif segment_ids is None and kwargs.get("position_ids") is not None:
-            segment_ids = segments_from_positions(kwargs["position_ids"], mask)
-            segment_ids = None if segment_ids is None else segment_ids.expand_as(ids_BT)
+        elif segment_ids is None:
+            segment_ids = _documents(ids_BT, kwargs.get("position_ids"), mask)
         if segment_ids is not None:
             self._refuse_leaks(kwargs, mask)
         self._inside = True
@@ -224,6 +238,12 @@ class Handle:
         cfg = self.memory.cfg
         x_BTD = x_BTD + self.memory(cfg.layers[0], x_BTD)
         return x_BTD / (1 + cfg.columns) if cfg.mix == "mean" else x_BTD
+
+
+def _documents(ids_BT: Tensor, position_ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Packed documents of a forward, from positions that restart."""
+    segment_BT = None if position_ids is None else segments_from_positions(position_ids, mask)
+    return None if segment_BT is None else segment_BT.expand_as(ids_BT)
 
 
 class _BeforeBlock:

@@ -80,6 +80,7 @@ class EngramConfig:
     boundary      "segment": packed documents cut the window; "eos": also the ids of `eos`; "none": neither.
     init, init_std  rows start at zero, or normal with this standard deviation.
     placement, path, row_dtype   where and how rows are stored.
+    prefetch      rows fetched for a later forward: "exact" patches those that were updated meanwhile, "stale" does not.
     vocab_size    ids (classes, with `compress`) that are hashed; None is taken from the model or tokenizer.
     seed          seed of multipliers and of initial values.
     """
@@ -107,6 +108,7 @@ class EngramConfig:
     init_std: float = 0.02
     placement: Literal["device", "pinned", "host", "disk"] = "device"
     path: str | None = None
+    prefetch: Literal["exact", "stale"] = "exact"
     row_dtype: Literal["fp32", "bf16", "fp8_e4m3", "int8", "lut3"] = "fp32"
     vocab_size: int | None = None
     seed: int = 0

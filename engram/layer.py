@@ -22,6 +22,7 @@ from engram.compress import TokenMap
 from engram.config import EngramConfig
 from engram.hashing import NgramHash
 from engram.kernels.dispatch import gate, rms_norm, short_conv
+from engram.prefetch import Ticket
 from engram.table import Table
 from engram.window import document_numbers
 
@@ -68,17 +69,23 @@ class Engram(nn.Module):
         self.taps: dict[str, Tensor] = {}
 
     def forward(
-        self, x: Tensor, rows_BTC: Tensor, segment_BT: Tensor | None = None, keep_BT: Tensor | None = None
+        self,
+        x: Tensor,
+        rows_BTC: Tensor,
+        segment_BT: Tensor | None = None,
+        keep_BT: Tensor | None = None,
+        ticket: Ticket | None = None,
     ) -> Tensor:
         """Hidden state [B, T, D] (or [B, T, S, D]) and row numbers [B, T, C] -> update of the same shape as `x`.
 
         segment_BT  packed-document numbers: they cut the convolution exactly where they cut the hash window.
+        ticket      the fetch of these rows, if it was started earlier; the layer waits for it here.
         keep_BT     False at padding and image spans: their value is zero, in the convolution too.
         Raises ValueError when `x` has another shape than the rows and the configuration say.
         """
         streams_BTSD = self._streams(x, rows_BTC)
         self.taps = {}
-        memory_BTM = self.table(rows_BTC).to(x.device)
+        memory_BTM = self.table(rows_BTC, ticket).to(x.device)
         value_BTD = self._project(self.value, memory_BTM)
         gated_BTSD = value_BTD.unsqueeze(-2)
         gate_BTS = None

@@ -11,7 +11,7 @@ Shapes: B batch, T time, N longest n-gram, C columns, S residual streams, D hidd
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch
@@ -20,11 +20,15 @@ from torch import Tensor, nn
 from engram.compress import TokenMap
 from engram.config import ConfigError, EngramConfig
 from engram.layer import Engram
+from engram.prefetch import Ticket
+from engram.table import Table
 
 IDLE_LIMIT = 256
 """Row gradients that may arrive without the optimizer applying one (accumulation), before silence is an error."""
 DROPPED_LIMIT = 32
 """Row gradients that may be thrown away one after another (a gradient scaler skips steps while it finds its scale)."""
+AHEAD = 2
+"""Prefetched forwards that are kept: buffers for more would only wait."""
 UNREACHED_LIMIT = 8
 """Forwards of one's own model that may miss the same layer (exceptions, retries after running out of memory)."""
 
@@ -33,10 +37,13 @@ UNREACHED_LIMIT = 8
 class Step:
     """What one forward knows from its ids: row numbers by layer, document borders, kept positions, layers reached.
 
-    `off` marks a forward that runs without memory.
+    `off` marks a forward that runs without memory. `tickets` are the fetches under way, by layer; tables on the device
+    have none. `asked` is what the step was made from, to recognise the forward it was prefetched for.
     """
 
     rows_BTC: dict[int, Tensor] = field(default_factory=dict)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    asked: tuple[Tensor | None, ...] = ()
     segment_BT: Tensor | None = None
     keep_BT: Tensor | None = None
     off: bool = False
@@ -67,6 +74,7 @@ class Memory(nn.Module):
         self._unreached: dict[int, int] = {}
         self._pending = 0
         self._recomputed = False
+        self._ahead: list[Step] = []
 
     def layer(self, layer: int) -> Engram:
         """The memory of decoder block `layer`. Raises ConfigError when that block has none."""
@@ -91,6 +99,44 @@ class Memory(nn.Module):
         """
         self._check_reached()
         self._check_applied()
+        asked = (ids_BT, segment_ids, blocked, mask)
+        step = self._take_ahead(asked)
+        if step is None:
+            step = self._hash(*asked)
+            self._launch(step, ahead=False)
+        self.forwards += 1
+        return self._begin(step)
+
+    @torch.compiler.disable
+    def prefetch(
+        self,
+        ids_BT: Tensor,
+        *,
+        segment_ids: Tensor | None = None,
+        blocked: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> None:
+        """Start fetching the rows of a later forward, whose `start` gets the same arguments.
+
+        The latest two are kept (the forward about to start, and the one after it), older ones are dropped. With tables
+        on the device there is nothing to fetch, and nothing happens.
+        """
+        if all(module.table.fetcher is None for module in self.modules_by_layer()):
+            return
+        if self._find_ahead((ids_BT, segment_ids, blocked, mask)) is not None:
+            return
+        while len(self._ahead) >= AHEAD:
+            for ticket in self._ahead.pop(0).tickets.values():
+                ticket.drop()
+        self._ahead.append(self._hash(ids_BT, segment_ids, blocked, mask))
+        self._launch(self._ahead[-1], ahead=True)
+
+    def flush(self) -> None:
+        """Every write of rows has reached its place."""
+        for module in self.modules_by_layer():
+            module.table.flush()
+
+    def _hash(self, ids_BT: Tensor, segment_ids: Tensor | None, blocked: Tensor | None, mask: Tensor | None) -> Step:
         first = self.layer(self.cfg.layers[0])
         window_BTN = first.hash.window(ids_BT, segment_ids=segment_ids, blocked=blocked, mask=mask)
         rows = {layer: self.layer(layer).hash.rows_of_window(window_BTN) for layer in self.cfg.layers}
@@ -101,8 +147,25 @@ class Memory(nn.Module):
         segment_BT = None
         if segment_ids is not None and self.cfg.boundary != "none":
             segment_BT = segment_ids.to(window_BTN.device)
-        self.forwards += 1
-        return self._begin(Step(rows, segment_BT, keep_BT))
+        return Step(rows, segment_BT=segment_BT, keep_BT=keep_BT, asked=(ids_BT, segment_ids, blocked, mask))
+
+    def _launch(self, step: Step, ahead: bool) -> None:
+        """Start the fetch of every layer, the earliest deadline first."""
+        for layer in sorted(self.cfg.layers):
+            fetcher = self.layer(layer).table.fetcher
+            if fetcher is not None:
+                step.tickets[layer] = fetcher.launch(step.rows_BTC[layer].reshape(-1), ahead)
+
+    def _take_ahead(self, asked: tuple[Tensor | None, ...]) -> Step | None:
+        """The step that was prefetched for this forward, if there is one; others stay for theirs."""
+        index = self._find_ahead(asked)
+        return None if index is None else self._ahead.pop(index)
+
+    def _find_ahead(self, asked: tuple[Tensor | None, ...]) -> int | None:
+        for index, step in enumerate(self._ahead):
+            if all(_same(a, b) for a, b in zip(step.asked, asked, strict=True)):
+                return index
+        return None
 
     @torch.compiler.disable
     def bypass(self) -> Step:
@@ -120,7 +183,8 @@ class Memory(nn.Module):
         if current.off:
             return torch.zeros_like(x)
         segment_BT, keep_BT = current.segment_BT, current.keep_BT
-        return cast(Tensor, module(x, current.rows_BTC[layer], _on(segment_BT, x), _on(keep_BT, x)))
+        rows_BTC, ticket = current.rows_BTC[layer], current.tickets.get(layer)
+        return cast(Tensor, module(x, rows_BTC, _on(segment_BT, x), _on(keep_BT, x), ticket))
 
     @torch.compiler.disable
     def finish(self) -> None:
@@ -142,7 +206,10 @@ class Memory(nn.Module):
             )
 
     def stats(self) -> dict[int, dict[str, Any]]:
-        """Layer -> rows, row width, bytes held by place, optimizer updates, ids masked to the filler, forwards."""
+        """Layer -> rows, row width, bytes held by place, optimizer updates, ids masked to the filler, forwards.
+
+        Tables that are fetched from add "store" and "fetch" (see engram.prefetch.Counters, and the share hidden).
+        """
         masked = int(self.layer(self.cfg.layers[0]).hash.masked)  # one window serves all layers
         return {
             m.layer: {
@@ -152,6 +219,7 @@ class Memory(nn.Module):
                 "updates": m.table.updates,
                 "ids_masked": masked,
                 "forwards": self.forwards,
+                **_fetch_stats(m.table),
             }
             for m in self.modules_by_layer()
         }
@@ -217,6 +285,19 @@ HELP = "build the optimizer with engram.optim.build(model, ...), or freeze the r
 def inside_backward() -> bool:
     """Whether autograd is running: a forward there is a recomputation (activation checkpointing)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _fetch_stats(table: Table) -> dict[str, Any]:
+    if table.fetcher is None:
+        return {"store": table.store.kind}
+    counters = table.fetcher.counters
+    return {"store": table.store.kind, "fetch": {**asdict(counters), "hidden": counters.hidden}}
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a is b or (a.shape == b.shape and torch.equal(a.to(b.device), b))
 
 
 def _on(tensor: Tensor | None, x: Tensor) -> Tensor | None:

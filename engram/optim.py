@@ -155,11 +155,11 @@ class EngramOptimizer(torch.optim.Optimizer):
             state.update(_row_state(group["rule"], store.spec, store.device))
         ids_U, grads_UW = proxy.row_ids, proxy.grad
         assert ids_U is not None and grads_UW is not None
-        values_UW = store.gather(ids_U)
+        values_UW = table.read(ids_U)
         if group["weight_decay"]:
             values_UW = values_UW * (1 - group["lr"] * group["weight_decay"])
         state["step"] += 1
-        store.update(ids_U, _apply_rule(group, state, ids_U, values_UW, grads_UW))
+        table.write(ids_U, _apply_rule(group, state, ids_U, values_UW, grads_UW))
         table.updates += group["lr"] > 0
         proxy.applied()
 

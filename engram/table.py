@@ -22,7 +22,10 @@ from torch import Tensor, nn
 from engram.config import ConfigError, EngramConfig
 from engram.hashing import splitmix64, total_rows
 from engram.kernels.dispatch import sum_duplicates
-from engram.stores import DeviceStore, TableSpec
+from engram.prefetch import Fetcher, Ticket
+from engram.stores import DeviceStore, HostStore, PinnedStore, TableSpec
+
+PLACEMENTS: dict[str, type[DeviceStore]] = {"device": DeviceStore, "host": HostStore, "pinned": PinnedStore}
 
 
 class RowProxy(nn.Parameter):
@@ -101,15 +104,20 @@ class Table(nn.Module):
 
     def __init__(self, cfg: EngramConfig, layer: int) -> None:
         super().__init__()
-        if cfg.placement != "device":
-            raise ConfigError(f"placement: {cfg.placement!r} is not available in this version; use 'device'")
+        if cfg.placement not in PLACEMENTS:
+            raise ConfigError(
+                f"placement: {cfg.placement!r} is not available in this version; use one of {', '.join(PLACEMENTS)}"
+            )
         if cfg.row_dtype != "fp32":
             raise ConfigError(f"row_dtype: {cfg.row_dtype!r} is not available in this version; use 'fp32'")
         self.cfg, self.layer = cfg, layer
         seed = splitmix64((cfg.seed << 20) ^ layer) >> 1
         spec = TableSpec(total_rows(cfg, layer), cfg.head_dim, seed, cfg.init_std, zeros=cfg.init == "zeros")
-        self.store = DeviceStore(spec)
-        self.proxy = RowProxy(torch.empty(0, cfg.head_dim, device=self.store.device))
+        self.store: DeviceStore = PLACEMENTS[cfg.placement](spec)
+        self.fetcher = None
+        if cfg.placement != "device":
+            self.fetcher = Fetcher(self.store, f"memory layer {layer}", exact=cfg.prefetch == "exact")
+        self.proxy = RowProxy(torch.empty(0, cfg.head_dim))
         self.proxy.table = weakref.ref(self)
         self.updates = 0
 
@@ -127,13 +135,14 @@ class Table(nn.Module):
         self.proxy.requires_grad_(value)
 
     @torch.compiler.disable
-    def forward(self, rows_BTC: Tensor) -> Tensor:
+    def forward(self, rows_BTC: Tensor, ticket: Ticket | None = None) -> Tensor:
         """Row numbers [B, T, C] -> memory vector [B, T, M]; the gathered values are an autograd leaf when training.
 
-        Raises RuntimeError under `torch.func`, whose stand-ins for parameters cannot collect row gradients.
+        ticket  the fetch of just these rows, started earlier. Raises RuntimeError when a fetch failed, and under
+        `torch.func`, whose stand-ins for parameters cannot collect row gradients.
         """
         ids_n = rows_BTC.reshape(-1).to(self.store.device)
-        values_nW = self.store.gather(ids_n)
+        values_nW = self.read(ids_n) if ticket is None else ticket.wait()
         if torch.is_grad_enabled() and self.trainable:
             if not isinstance(self.proxy, RowProxy):
                 raise RuntimeError("table: functional calls replace the row proxy; rows learn by loss.backward() only")
@@ -142,14 +151,32 @@ class Table(nn.Module):
         values_BTCW = values_nW.view(*rows_BTC.shape, self.cfg.head_dim)
         return values_BTCW.sum(dim=-2) if self.cfg.combine == "sum" else values_BTCW.flatten(-2)
 
+    def read(self, ids_n: Tensor) -> Tensor:
+        """Values [n, W] of rows as of now, a tensor of their own."""
+        return self.store.gather(ids_n) if self.fetcher is None else self.fetcher.read(ids_n)
+
+    def write(self, ids_U: Tensor, values_UW: Tensor) -> None:
+        """New values of distinct rows, ascending; a later read sees them."""
+        if self.fetcher is None:
+            self.store.update(ids_U, values_UW)
+        else:
+            self.fetcher.write(ids_U, values_UW)
+
+    def flush(self) -> None:
+        """Every write has reached its place: called before rows are saved."""
+        if self.fetcher is not None:
+            self.fetcher.flush()
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The proxy has no elements and is left out; the rows are saved by their store."""
+        """The proxy has no elements and is left out; the rows are saved by their store, with every write in place."""
+        self.flush()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """Nothing of its own to load: see `_save_to_state_dict`."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
         """Follow device moves; rows and proxy keep their dtype."""
+        self.flush()
         self.store._apply(fn)
         device = self.store.device
         if self.proxy.device != device and device.type != "meta":

@@ -138,6 +138,34 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
         assert resumed["metrics"][name] == expected["metrics"][name], name
 
 
+def test_rows_in_host_memory_train_and_resume_like_rows_on_the_device(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next batch is prefetched all the time: a checkpoint is taken while a fetch is under way."""
+    device, host = tmp_path / "device", tmp_path / "host"
+    expected = train_run(_config(recipe, checkpoint_every=4), device, quiet=True)
+    cfg = _config(recipe, memory={**recipe["memory"], "placement": "host"}, checkpoint_every=4)
+    after_step = loop.Run._after_step
+
+    def interrupt(self: loop.Run, *args: Any) -> None:
+        after_step(self, *args)
+        if self.step == 6:
+            raise MemoryError("killed")
+
+    monkeypatch.setattr(loop.Run, "_after_step", interrupt)
+    with pytest.raises(MemoryError):
+        train_run(cfg, host, quiet=True)
+    monkeypatch.undo()
+    found = train_run(cfg, host, resume=True, quiet=True)
+    assert _losses(host) == _losses(device)
+    ours, theirs = _weights(host), _weights(device)
+    for name in theirs:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert found["metrics"]["loss"] == expected["metrics"]["loss"]
+    fetch = found["metrics"]["fetch"]["1"]
+    assert fetch["store"] == "host" and fetch["ahead"] > 0 and fetch["patched_rows"] > 0
+
+
 def test_a_finished_run_is_resumed_without_training(recipe: dict[str, Any], tmp_path: Path) -> None:
     cfg = _config(recipe)
     first = train_run(cfg, tmp_path, quiet=True)

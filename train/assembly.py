@@ -31,7 +31,9 @@ def assemble(cfg: TrainConfig, vocab_size: int, tokenizer: Any = None) -> Built:
     """The model of one run on the CPU, initialised from `cfg.seed` by parameter name. Raises ConfigError."""
     arm = cfg.arm(vocab_size)
     model = build(arm.backbone, vocab_size, cfg.seed)
-    handle = None if arm.memory is None else attach(model, arm.memory, tokenizer=tokenizer)
+    handle = (
+        None if arm.memory is None else attach(model, arm.memory, tokenizer=tokenizer if arm.memory.compress else None)
+    )
     if handle is not None:
         reseed(model, cfg.seed)  # the memory's projections too; the rest is refilled with what it had
     return Built(model, handle, arm)

@@ -126,6 +126,7 @@ class Run:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: o.factor(step, cfg.steps))
         self.balancer = Balancer(built.model, cfg.loss_free_balancing)
         self.model = self.accelerator.prepare_model(built.model)
+        self.ahead = built.handle is not None and built.handle.memory.cfg.placement != "device"
         self.step, self.seconds = 0, 0.0
         self.curve: list[list[float]] = []
         self.validation: list[list[float]] = []
@@ -159,6 +160,7 @@ class Run:
         total = torch.zeros((), dtype=torch.float64)
         for _ in range(cfg.accumulate):
             batch = {name: t.to(self.accelerator.device) for name, t in next(self.reader).items()}
+            self._prefetch()
             loss = self._loss(batch) / cfg.accumulate
             self.accelerator.backward(loss)
             total += loss.detach().double().cpu()
@@ -179,6 +181,13 @@ class Run:
             self.built.handle.memory.check_learning()
         return {"step": self.step, "tokens": self._tokens(), "loss": float(total), "lr": rate, "grad_norm": float(norm)}
 
+    def _prefetch(self) -> None:
+        """Rows of the next batch are fetched while this one is trained; what this step updates is patched."""
+        ahead = self.reader.peek() if self.built.handle is not None and self.ahead else None
+        if ahead is not None and self.built.handle is not None:
+            device = self.accelerator.device
+            self.built.handle.prefetch(ahead["input_ids"].to(device), ahead["position_ids"].to(device))
+
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         with self.accelerator.autocast():
             logits_BTV = self.model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
@@ -189,6 +198,8 @@ class Run:
         line["seconds"] = round(self.seconds, 3)
         line["tokens_per_second"] = round(self._tokens() / self.seconds, 1)
         line.update(self.routing)
+        if self.ahead:
+            line["fetch"] = self._fetch()
         last = step == cfg.steps
         if step % cfg.log_every == 0 or step == 1 or last:
             line["rows_touched"] = {k: touched / rows for k, (touched, rows) in self.optimizer.touched_rows().items()}
@@ -224,7 +235,14 @@ class Run:
             "rows_touched": touched,
             "data": self.corpus.description,
             "consumed_sha256": self.reader.consumed_sha256,
+            "fetch": self._fetch(),
         }
+
+    def _fetch(self) -> dict[str, Any]:
+        """Counters of the prefetcher by layer; empty where rows are on the device."""
+        handle = self.built.handle
+        stats = {} if handle is None else handle.stats()
+        return {str(k): {"store": s["store"], **s["fetch"]} for k, s in stats.items() if "fetch" in s}
 
     def _tokens(self) -> int:
         return self.step * self.cfg.accumulate * self.cfg.data.batch_size * self.cfg.data.seq_len
@@ -279,6 +297,9 @@ def _shown(line: dict[str, Any]) -> dict[str, str]:
         extra += f" · routing {line['routing_entropy']:.2f}" + (" ALARM" if line.get("alarm") else "")
     if line.get("rows_touched"):
         extra += " · rows " + "/".join(f"{share:.0%}" for share in line["rows_touched"].values())
+    if line.get("fetch"):
+        hidden = [f["hidden"] for f in line["fetch"].values() if f["hidden"] is not None]
+        extra += f" · hidden {min(hidden):.0%}" if hidden else ""
     if "validation" in line:
         extra += f" · held-out {line['validation']:.4f}"
     return {"loss": f"{line['loss']:.4f}", "speed": f"{line['tokens_per_second']:,.0f}", "extra": extra}

@@ -6,5 +6,6 @@ values_nW = store.gather(ids_n); store.update(ids_U, values_UW)
 
 from engram.stores.base import Store, TableSpec, initial_rows
 from engram.stores.device import DeviceStore
+from engram.stores.host import HostStore, PinnedStore
 
-__all__ = ["DeviceStore", "Store", "TableSpec", "initial_rows"]
+__all__ = ["DeviceStore", "HostStore", "PinnedStore", "Store", "TableSpec", "initial_rows"]

@@ -1,0 +1,217 @@
+"""Start a fetch as soon as ids are known, wait inside the layer, and count what was hidden.
+
+    ticket = fetcher.launch(ids_n)        # a worker gathers while earlier layers compute
+    values_nW = ticket.wait()             # in the layer: the rows, as if they had been read now
+
+One worker serves one table, first come first served, so a gather sees every update that was submitted before it. A
+ticket launched before an update (the next batch, fetched while this one is trained) is **exact** all the same: rows
+that the update changed are patched in `wait`, from the values that were written. "stale" leaves them as they were read.
+
+Shapes: n looked-up rows (with duplicates), U distinct rows, W row width.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engram.stores import Store
+from engram.stores.buffers import BufferPool
+
+TIMEOUT = 600.0
+"""Seconds after which a wait for rows gives up: a lost worker is an error, not a hang."""
+
+
+@dataclass
+class Counters:
+    """What one table's fetches cost. Times are seconds, summed.
+
+    fetches, rows, bytes   gathers done, rows read with duplicates, bytes of values that came back
+    fetch_seconds          time the worker spent in them
+    exposed_seconds        time a layer waited for them
+    ahead                  fetches launched for a later forward and used by it
+    patched_rows           rows of such fetches that an update had changed meanwhile
+    updates                writes of the optimizer
+    """
+
+    fetches: int = 0
+    rows: int = 0
+    bytes: int = 0
+    fetch_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    ahead: int = 0
+    patched_rows: int = 0
+    updates: int = 0
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the fetch time that no layer waited for; None before the first fetch."""
+        return None if not self.fetch_seconds else max(0.0, 1.0 - self.exposed_seconds / self.fetch_seconds)
+
+
+@dataclass(frozen=True)
+class _Update:
+    number: int
+    ids_U: Tensor
+    values_UW: Tensor
+
+
+@dataclass
+class Ticket:
+    """A fetch under way: `wait` gives the rows, and gives them again to a recomputation, as a tensor of its own."""
+
+    fetcher: Fetcher
+    ids_n: Tensor
+    future: Future[Tensor]
+    number: int
+    ahead: bool = False
+    _values: Tensor | None = field(default=None, repr=False)
+
+    def wait(self) -> Tensor:
+        """The values [n, W] of the rows. Raises RuntimeError naming store, rows and cause when the fetch failed."""
+        if self._values is None:
+            self._values = self.fetcher.finish(self)
+        return self._values.detach()
+
+    def drop(self) -> None:
+        """This fetch will not be used."""
+        self.fetcher.forget(self)
+
+
+class Fetcher:
+    """Gathers and updates of one store, in order, on one worker thread.
+
+    exact  patch rows that were updated after a fetch was launched; False is the stale mode.
+    """
+
+    def __init__(self, store: Store, name: str, exact: bool = True) -> None:
+        self.store, self.name, self.exact = store, name, exact
+        self.counters = Counters()
+        self._pool = BufferPool()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"engram-{name}")
+        self._lock = threading.Lock()
+        self._number = 0
+        self._open: dict[int, Ticket] = {}
+        self._recent: deque[_Update] = deque()
+        self._writes: deque[Future[None]] = deque()
+
+    def launch(self, ids_n: Tensor, ahead: bool = False) -> Ticket:
+        """Start fetching rows [n]; returns at once."""
+        ids_n = ids_n.detach().to(self.store.device)
+        with self._lock:
+            ticket = Ticket(self, ids_n, self._submit(self._gather, ids_n), self._number, ahead)
+            self._open[id(ticket)] = ticket
+        return ticket
+
+    def read(self, ids_n: Tensor) -> Tensor:
+        """Values [n, W] as of now, every update so far included."""
+        return self.launch(ids_n).wait()
+
+    def write(self, ids_U: Tensor, values_UW: Tensor) -> None:
+        """Write the values of distinct rows, ascending; returns before they are in their place, but in order.
+
+        Raises RuntimeError when an earlier write failed.
+        """
+        while self._writes and self._writes[0].done():
+            self._result(self._writes.popleft(), "writing rows", None)
+        ids_U, values_UW = ids_U.detach().to(self.store.device), values_UW.detach().to(self.store.device)
+        with self._lock:
+            self._number += 1
+            if self._open:
+                self._recent.append(_Update(self._number, ids_U, values_UW))
+            self._writes.append(self._submit(self.store.update, ids_U, values_UW))
+            self.counters.updates += 1
+
+    def flush(self) -> None:
+        """Wait until every write has reached the store, and the store its place."""
+        while self._writes:
+            self._result(self._writes.popleft(), "writing rows", None)
+        self._result(self._submit(self.store.flush), "flushing", None)
+
+    def close(self) -> None:
+        """Flush, end the worker, close the store."""
+        self.flush()
+        self._worker.shutdown()
+        self.store.close()
+
+    def finish(self, ticket: Ticket) -> Tensor:
+        """Wait for a ticket's rows and bring them up to date; see `Ticket.wait`."""
+        began = time.perf_counter()
+        try:
+            values_nW = self._result(ticket.future, "fetching", ticket.ids_n)
+        finally:
+            with self._lock:
+                self._open.pop(id(ticket), None)
+                later = [update for update in self._recent if update.number > ticket.number]
+                self._prune()
+        if self.exact:
+            for update in later:
+                self.counters.patched_rows += patch(values_nW, ticket.ids_n, update.ids_U, update.values_UW)
+        self.counters.exposed_seconds += time.perf_counter() - began
+        self.counters.ahead += ticket.ahead
+        return values_nW
+
+    def forget(self, ticket: Ticket) -> None:
+        """Updates need not be kept for this ticket any longer."""
+        with self._lock:
+            self._open.pop(id(ticket), None)
+            self._prune()
+
+    def _prune(self) -> None:
+        oldest = min((ticket.number for ticket in self._open.values()), default=self._number)
+        while self._recent and self._recent[0].number <= oldest:
+            self._recent.popleft()
+
+    def _gather(self, ids_n: Tensor) -> Tensor:
+        began = time.perf_counter()
+        out = self._pool.take(len(ids_n), self.store.spec.width) if self.store.device.type == "cpu" else None
+        values_nW = self.store.gather(ids_n, out)
+        self.counters.fetches += 1
+        self.counters.rows += len(ids_n)
+        self.counters.bytes += values_nW.numel() * values_nW.element_size()
+        self.counters.fetch_seconds += time.perf_counter() - began
+        return values_nW
+
+    def _submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        try:
+            return self._worker.submit(call, *args)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._where()}: its worker has ended ({error})") from error
+
+    def _result(self, future: Future[Any], doing: str, ids_n: Tensor | None) -> Any:
+        rows = "" if ids_n is None or not len(ids_n) else f" rows {int(ids_n.min())}..{int(ids_n.max())}"
+        try:
+            return future.result(TIMEOUT)
+        except FutureTimeout as error:
+            raise RuntimeError(f"{self._where()}: {doing}{rows} did not end within {TIMEOUT:.0f} s") from error
+        except BaseException as error:
+            raise RuntimeError(f"{self._where()}: {doing}{rows} failed: {error!r}") from error
+
+    def _where(self) -> str:
+        return f"{self.store.kind} store of {self.name}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fetcher:
+        import copy
+
+        self.flush()
+        return Fetcher(copy.deepcopy(self.store, memo), self.name, self.exact)
+
+
+def patch(values_nW: Tensor, ids_n: Tensor, ids_U: Tensor, new_UW: Tensor) -> int:
+    """Overwrite the rows of `ids_n` that occur in the ascending `ids_U` with their new values, in place -> how many."""
+    if not len(ids_U) or not len(ids_n):
+        return 0
+    at_n = torch.searchsorted(ids_U, ids_n).clamp_max(len(ids_U) - 1)
+    found_m = (ids_U[at_n] == ids_n).nonzero().flatten()
+    if len(found_m):
+        values_nW.index_copy_(0, found_m, new_UW[at_n[found_m]].to(values_nW.dtype))
+    return len(found_m)

@@ -1,0 +1,148 @@
+"""Rows in this machine's RAM: a mapping of our own on huge pages where the system grants them, page-locked if asked.
+
+A `torch.empty(pin_memory=True)` of a large table rounds up to the next power of two; a mapping of our own does not, can
+be advised to use 2 MiB pages, and is real only where rows were touched.
+
+Shapes: R rows, n looked-up rows, U distinct rows, W row width.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import re
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from engram.stores.base import TableSpec, fill
+from engram.stores.device import DeviceStore
+from engram.strict import ConfigError
+
+REGISTER_CHUNK = 64 * 2**30  # bytes page-locked at a time: single larger requests fail on some drivers
+SELF_TEST_ROWS = 64
+log = logging.getLogger("engram")
+
+
+class HostStore(DeviceStore):
+    """Rows in pageable host memory, whatever device the model is on. Saved with the model, like the device store's.
+
+    Raises ConfigError when the table is larger than this machine's memory.
+    """
+
+    kind = "host"
+
+    def __init__(self, spec: TableSpec) -> None:
+        needed, there = 4 * spec.rows * spec.width, psutil.virtual_memory().total
+        if needed > there:
+            raise ConfigError(
+                f"placement: a table of {spec.rows:,} x {spec.width} fp32 values needs {needed:,} bytes of host "
+                f"memory, there are {there:,}; use placement 'disk', fewer rows, or narrower ones"
+            )
+        super().__init__(spec)
+
+    def _allocate(self, device: torch.device) -> None:
+        if device.type == "meta":
+            super()._allocate(device)
+            return
+        self.register_buffer("rows", anonymous(self.spec.rows, self.spec.width))
+        if not self.spec.zeros:
+            fill(self.rows, self.spec)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> HostStore:
+        """Moves of the model leave the rows where they are; a table on the meta device becomes real with the model."""
+        if self.rows.is_meta:
+            super()._apply(fn)
+        return self
+
+    def huge_page_bytes(self) -> int:
+        """Bytes of the table that lie on 2 MiB pages right now, as the kernel counts them."""
+        return huge_bytes(self.rows)
+
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes in host memory."""
+        return {self.kind: self.rows.numel() * self.rows.element_size()}
+
+
+class PinnedStore(HostStore):
+    """Host rows that are page-locked, so that a GPU can read them in place or copy them at full speed.
+
+    Where locking is refused (no CUDA device, a limit, a container) the rows stay pageable: `kind` is then "host", and
+    one loud line says how many bytes were asked, how many were got, and what to change.
+    """
+
+    kind = "pinned"
+
+    def _allocate(self, device: torch.device) -> None:
+        super()._allocate(device)
+        if device.type == "meta":
+            return
+        asked, got, why = self.rows.numel() * 4, 0, "there is no CUDA device"
+        if torch.cuda.is_available():
+            got, why = register(self.rows)
+        if got < asked:
+            self.kind = "host"
+            log.warning(
+                "pinned rows: %s bytes asked, %s got (%s); rows stay in pageable memory. Raise `ulimit -l` or the "
+                "container's memory-lock limit, or set placement: host",
+                f"{asked:,}", f"{got:,}", why,
+            )  # fmt: skip
+        else:
+            self.self_test()
+
+    def self_test(self) -> None:
+        """Read up to 64 rows back through the device and compare. Raises RuntimeError naming a row that differs."""
+        ids = torch.linspace(0, self.spec.rows - 1, min(SELF_TEST_ROWS, self.spec.rows)).long()
+        there = self.rows[ids]
+        back = there.pin_memory().to("cuda", non_blocking=True).cpu()
+        wrong = (back != there).any(dim=1).nonzero().flatten()
+        if len(wrong):
+            raise RuntimeError(f"pinned store: row {int(ids[wrong[0]])} came back different; use placement 'host'")
+
+
+def anonymous(rows: int, width: int) -> Tensor:
+    """A zero-filled fp32 tensor [rows, width] in a private mapping, advised to use 2 MiB pages."""
+    block = mmap.mmap(-1, max(1, 4 * rows * width), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            block.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:  # a kernel without transparent huge pages: only speed is lost
+            log.info("host rows: no huge pages (%s)", error)
+    return torch.frombuffer(block, dtype=torch.float32, count=rows * width).view(rows, width)
+
+
+def huge_bytes(tensor: Tensor) -> int:
+    """Bytes of the mapping that holds `tensor` on transparent huge pages; 0 where the kernel does not tell."""
+    address, inside, total = tensor.data_ptr(), False, 0
+    try:
+        lines = Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, last = int(found[1], 16), int(found[2], 16)
+            inside = first <= address < last
+        elif inside and line.startswith("AnonHugePages:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def register(rows: Tensor) -> tuple[int, str]:
+    """Page-lock the memory of `rows`, a chunk at a time -> (bytes locked, reason where that is not all).
+
+    What was locked before a refusal is unlocked again, and the error is cleared.
+    """
+    runtime, size, done = torch.cuda.cudart(), rows.numel() * rows.element_size(), 0
+    rows.view(-1)[:: 4096 // 4] += 0  # every page is real first: locking faults them in one by one otherwise
+    while done < size:
+        chunk = min(REGISTER_CHUNK, size - done)
+        code = int(runtime.cudaHostRegister(rows.data_ptr() + done, chunk, 0))
+        if code != 0:
+            for start in range(0, done, REGISTER_CHUNK):
+                runtime.cudaHostUnregister(rows.data_ptr() + start)
+            return done, f"cudaHostRegister says {code}"
+        done += chunk
+    return done, ""

@@ -1,0 +1,325 @@
+"""One suite for every store: the same rows, the same updates, the same trained model, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import engram
+import engram.optim
+from engram.config import ConfigError, EngramConfig
+from engram.memory import Memory
+from engram.prefetch import Fetcher, patch
+from engram.stores import DeviceStore, HostStore, PinnedStore, TableSpec
+from engram.stores.buffers import BufferPool
+
+PLACEMENTS = ("device", "host", "pinned")
+STORES: dict[str, Callable[[TableSpec], Any]] = {"device": DeviceStore, "host": HostStore, "pinned": PinnedStore}
+SPEC = TableSpec(rows=500, width=12, seed=3, std=0.5)
+CFG = EngramConfig(hidden_size=16, layers=(0, 2), heads=2, head_dim=6, rows=61, init="normal", init_std=1.0)
+
+
+@pytest.fixture(params=PLACEMENTS)
+def store(request: pytest.FixtureRequest) -> Any:
+    return STORES[request.param](SPEC)
+
+
+def test_rows_start_with_the_same_bits_everywhere(store: Any) -> None:
+    ids = torch.tensor([0, 499, 3, 3, 250])
+    assert torch.equal(store.gather(ids), SPEC.initial(ids))
+
+
+def test_random_gathers_and_updates_equal_a_plain_tensor(store: Any) -> None:
+    oracle = SPEC.initial(torch.arange(500))
+    for _ in range(30):
+        ids = torch.randint(0, 500, (40,))
+        out = torch.empty(40, 12)
+        assert torch.equal(store.gather(ids), oracle[ids])
+        assert store.gather(ids, out) is out and torch.equal(out, oracle[ids])
+        unique, values = torch.unique(ids), torch.randn(len(torch.unique(ids)), 12)
+        store.update(unique, values)
+        oracle[unique] = values
+    store.flush()
+    assert torch.equal(store.gather(torch.arange(500)), oracle)
+    assert sum(store.bytes_held().values()) == 500 * 12 * 4
+
+
+def test_a_row_outside_the_table_is_an_error(store: Any) -> None:
+    for bad in (500, -1):
+        with pytest.raises(IndexError):
+            store.gather(torch.tensor([bad]))
+
+
+def test_zeros_and_empty_requests(store: Any) -> None:
+    zeros = type(store)(TableSpec(7, 3, zeros=True))
+    assert not zeros.gather(torch.arange(7)).any()
+    assert zeros.gather(torch.empty(0, dtype=torch.int64)).shape == (0, 3)
+    zeros.update(torch.empty(0, dtype=torch.int64), torch.empty(0, 3))
+
+
+def test_pinned_rows_without_a_device_stay_pageable_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine can pin")
+    with caplog.at_level(logging.WARNING, logger="engram"):
+        pinned = PinnedStore(SPEC)
+    assert pinned.kind == "host" and len(caplog.records) == 1
+    assert "24,000 bytes asked, 0 got (there is no CUDA device)" in caplog.text and "ulimit -l" in caplog.text
+
+
+def test_a_refused_registration_unlocks_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engram.stores import host
+
+    calls: list[tuple[str, int]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append(("lock", size))
+            return 0 if len(calls) < 3 else 2
+
+        def cudaHostUnregister(self, address: int) -> None:
+            calls.append(("unlock", address))
+
+    monkeypatch.setattr(host, "REGISTER_CHUNK", 8192)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime())
+    got, why = host.register(host.anonymous(500, 12))
+    assert got == 16_384 and "says 2" in why and [c[0] for c in calls] == ["lock"] * 3 + ["unlock"] * 2
+
+
+def test_a_table_larger_than_the_machine_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ConfigError, match=r"needs 40,000,000,000,000 bytes .* use placement 'disk'"):
+        HostStore(TableSpec(10**12, 10, zeros=True))
+
+
+def test_host_rows_stay_where_they_are_and_are_saved_with_the_model() -> None:
+    cfg = CFG.replace(placement="host")
+    memory, other = Memory(cfg, 100), Memory(cfg.replace(init="zeros"), 100)
+    rows = memory.layer(0).table.store.rows
+    memory.half().to("cpu")
+    assert memory.layer(0).table.store.rows is rows and rows.dtype == torch.float32
+    other.load_state_dict(memory.state_dict())
+    assert torch.equal(other.layer(2).table.store.rows, memory.layer(2).table.store.rows)
+    with torch.device("meta"):
+        late = Memory(cfg, 100)
+    late.to_empty(device="cpu")
+    assert torch.equal(late.layer(0).table.store.rows, rows)
+    assert memory.layer(0).table.store.huge_page_bytes() >= 0
+
+
+def test_buffers_are_reused_only_when_nothing_refers_to_them() -> None:
+    pool = BufferPool()
+    first = pool.take(100, 8)
+    address = first.data_ptr()
+    view = first.flatten()[:10]
+    del first
+    second = pool.take(100, 8)
+    assert second.data_ptr() != address, "a view still holds the first"
+    del view
+    assert pool.take(90, 8).data_ptr() == address
+    held = pool.held
+    for _ in range(50):
+        pool.take(100, 8)
+    assert pool.held == held
+    assert pool.take(0, 8).shape == (0, 8)
+
+
+# ---- training through a store ----
+
+
+def _train(
+    placement: str, steps: int = 50, ahead: str = "no", accumulate: int = 1, prefetch: str = "exact"
+) -> tuple[Memory, list[float]]:
+    """A small model trained for `steps`; `ahead` prefetches the next batch "before" the step or "after" its update."""
+    torch.manual_seed(0)
+    memory = Memory(CFG.replace(placement=placement, prefetch=prefetch), 100)
+    mix = torch.nn.Linear(16, 16)
+    model = torch.nn.ModuleList([memory, mix])
+    optimizer = engram.optim.build(model, lr=1e-2)
+    embed = torch.randn(100, 16)
+    # few ids: most rows of a batch are in the next one too
+    batches = [torch.randint(0, 12, (2, 9)) for _ in range(steps * accumulate + 1)]
+    losses = []
+    for step in range(steps):
+        for part in range(accumulate):
+            index = step * accumulate + part
+            memory.start(batches[index])
+            if ahead == "before":
+                memory.prefetch(batches[index + 1])
+            x = embed[batches[index]]
+            for layer in CFG.layers:
+                x = mix(x + memory(layer, x)).tanh()
+            loss = (x - 0.3).square().mean()
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if ahead == "after":
+            memory.prefetch(batches[(step + 1) * accumulate])
+        losses.append(float(loss.detach()))
+    memory.flush()
+    return memory, losses
+
+
+def _state(memory: Memory) -> dict[str, Tensor]:
+    return dict(memory.state_dict())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("ahead", ["no", "before", "after"])
+@pytest.mark.parametrize("placement", ["host", "pinned"])
+def test_training_through_a_store_equals_the_device_bit_for_bit(placement: str, ahead: str, accumulate: int) -> None:
+    """`after` is the barrier mode: nothing is fetched before the update it depends on."""
+    expected, expected_losses = _train("device", accumulate=accumulate)
+    memory, losses = _train(placement, ahead=ahead, accumulate=accumulate)
+    assert losses == expected_losses
+    theirs = _state(memory)
+    for name, tensor in _state(expected).items():
+        assert torch.equal(theirs[name], tensor), name
+    for stats in memory.stats().values():
+        fetch = stats["fetch"]
+        assert fetch["updates"] == 50 and fetch["bytes"] == fetch["rows"] * 6 * 4 and fetch["fetch_seconds"] > 0
+        assert (fetch["ahead"] > 0) == (ahead != "no")
+        assert (fetch["patched_rows"] > 0) == (ahead == "before"), "rows in both batches were patched"
+
+
+def test_stale_prefetch_is_another_training_run() -> None:
+    _, exact_losses = _train("host", ahead="before")
+    stale, stale_losses = _train("host", ahead="before", prefetch="stale")
+    assert stale_losses != exact_losses and stale.stats()[0]["fetch"]["patched_rows"] == 0
+
+
+def test_a_prefetch_for_another_batch_is_not_used() -> None:
+    memory = Memory(CFG.replace(placement="host"), 100)
+    a, b = torch.randint(0, 100, (2, 9)), torch.randint(0, 100, (2, 9))
+    memory.prefetch(a)
+    memory.start(b)
+    x = torch.randn(2, 9, 16)
+    memory(0, x), memory(2, x)
+    assert torch.equal(memory.layer(0).taps["rows"], memory.layer(0).hash.rows(b))
+    assert memory.stats()[0]["fetch"]["ahead"] == 0
+    memory.prefetch(b.clone())
+    memory.start(b)
+    memory(0, x), memory(2, x)
+    assert memory.stats()[0]["fetch"]["ahead"] == 1
+    for _ in range(5):  # never taken: the oldest are dropped, and updates are not kept for them
+        memory.prefetch(torch.randint(0, 100, (2, 9)))
+    fetcher = memory.layer(0).table.fetcher
+    assert fetcher is not None and len(memory._ahead) == 2 and len(fetcher._open) == 2
+
+
+def test_interleaved_forwards_and_no_grad_forwards_keep_their_rows() -> None:
+    device, host = (Memory(CFG.replace(placement=placement), 100) for placement in ("device", "host"))
+    host.load_state_dict(device.state_dict())
+    x = torch.randn(2, 9, 16)
+    a, b = torch.randint(0, 100, (2, 9)), torch.randint(0, 100, (2, 9))
+    gradients = []
+    for memory in (device, host):
+        first, second = memory.start(a), memory.start(b)
+        with torch.no_grad():
+            memory(0, x, second)
+        total = memory(0, x, first).sum() + 2 * memory(0, x, second).sum() + memory(2, x, first).sum()
+        total.backward()
+        proxy = memory.layer(0).table.proxy
+        gradients.append((proxy.row_ids, proxy.grad, memory.layer(0).value.weight.grad))  # type: ignore[union-attr]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours, theirs)  # type: ignore[arg-type]
+
+
+def test_a_model_with_host_rows_can_be_copied() -> None:
+    memory = Memory(CFG.replace(placement="host"), 100)
+    copied = copy.deepcopy(memory)
+    ids, x = torch.randint(0, 100, (2, 9)), torch.randn(2, 9, 16)
+    for one in (memory, copied):
+        one.start(ids)
+    assert torch.equal(memory(0, x), copied(0, x))
+    copied.layer(0).table.write(torch.tensor([1]), torch.ones(1, 6))
+    copied.flush()
+    assert not torch.equal(copied.layer(0).table.store.rows, memory.layer(0).table.store.rows)
+
+
+def test_patching_overwrites_exactly_the_common_rows() -> None:
+    values = torch.zeros(5, 2)
+    new = torch.tensor([[1.0, 1], [2, 2], [3, 3]])
+    count = patch(values, torch.tensor([7, 3, 9, 3, 100]), torch.tensor([3, 8, 9]), new)
+    assert count == 3 and values[:, 0].tolist() == [0, 1, 3, 1, 0]
+    assert patch(values, torch.empty(0, dtype=torch.int64), torch.tensor([3]), torch.ones(1, 2)) == 0
+
+
+# ---- faults: an error that names store, rows and cause; no zeros, no hang ----
+
+
+class Broken(HostStore):
+    """Fails when told to."""
+
+    failing: str | None = None
+
+    def gather(self, ids_n: Tensor, out: Tensor | None = None) -> Tensor:
+        if self.failing == "gather":
+            raise OSError(5, "Input/output error")
+        return super().gather(ids_n, out)
+
+    def update(self, ids_U: Tensor, values_UW: Tensor) -> None:
+        if self.failing == "update":
+            raise OSError(28, "No space left on device")
+        super().update(ids_U, values_UW)
+
+
+def test_a_failed_gather_raises_in_the_layer_that_waits() -> None:
+    memory = Memory(CFG.replace(placement="host"), 100)
+    table = memory.layer(2).table
+    broken = Broken(table.store.spec)
+    broken.failing = "gather"
+    table.fetcher = Fetcher(broken, "memory layer 2")
+    memory.start(torch.randint(0, 100, (2, 9)))
+    memory(0, torch.randn(2, 9, 16))
+    with pytest.raises(
+        RuntimeError, match=r"host store of memory layer 2: fetching rows \d+\.\.\d+ failed: OSError\(5"
+    ):
+        memory(2, torch.randn(2, 9, 16))
+
+
+def test_a_failed_write_raises_at_the_next_step_and_at_a_flush() -> None:
+    broken = Broken(SPEC)
+    fetcher = Fetcher(broken, "memory layer 1")
+    broken.failing = "update"
+    fetcher.write(torch.tensor([1]), torch.ones(1, 12))
+    with pytest.raises(RuntimeError, match=r"writing rows failed: OSError\(28"):
+        fetcher.flush()
+    fetcher.write(torch.tensor([1]), torch.ones(1, 12))
+    fetcher._writes[0].exception()  # it has ended
+    with pytest.raises(RuntimeError, match="No space left"):
+        fetcher.write(torch.tensor([2]), torch.ones(1, 12))
+
+
+def test_an_ended_worker_is_an_error() -> None:
+    fetcher = Fetcher(HostStore(SPEC), "memory layer 1")
+    fetcher._worker.shutdown()
+    with pytest.raises(RuntimeError, match="host store of memory layer 1: its worker has ended"):
+        fetcher.launch(torch.tensor([1]))
+
+
+def test_a_lost_worker_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    from engram import prefetch
+
+    monkeypatch.setattr(prefetch, "TIMEOUT", 0.05)
+    stuck = threading.Event()
+    fetcher = Fetcher(HostStore(SPEC), "memory layer 1")
+    fetcher._worker.submit(stuck.wait)
+    try:
+        with pytest.raises(RuntimeError, match=r"fetching rows 4\.\.9 did not end within"):
+            fetcher.launch(torch.tensor([9, 4])).wait()
+    finally:
+        stuck.set()
+
+
+def test_a_row_outside_the_table_is_named_by_the_fetch() -> None:
+    fetcher = Fetcher(HostStore(SPEC), "memory layer 1")
+    with pytest.raises(RuntimeError, match=r"fetching rows 3\.\.500 failed: IndexError"):
+        fetcher.read(torch.tensor([3, 500]))

@@ -35,6 +35,7 @@ TARGETS = {
     "verify": "engram.inspecting:verify_families",
     "info": "engram.info:machine",
     "bench": "engram.eval.bench:run",
+    "overlap": "engram.eval.overlap:run_config",
 }
 """Command -> "module:function". The function takes keyword arguments and returns plain data or None."""
 
@@ -43,6 +44,7 @@ VIEWS = {
     "verify": "engram.inspecting:print_verdicts",
     "info": "engram.info:print_machine",
     "bench": "engram.eval.bench:show",
+    "overlap": "engram.eval.overlap:show",
 }
 """Command -> "module:function" that prints its result for a person; the others get `_print_summary`."""
 
@@ -217,6 +219,18 @@ def _bench(
 ) -> None:
     """Speed claims as ratios of two things timed in one run."""
     _run("bench", as_json, debug, rounds=rounds)
+
+
+@app.command("overlap")
+def _overlap(
+    config: Config,
+    overrides: Overrides = None,
+    out: Out = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure how much of the retrieval each layer placement hides."""
+    _run("overlap", as_json, debug, config=config, overrides=overrides or [], out=out)
 
 
 def _failed(result: Any) -> bool:

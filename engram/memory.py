@@ -12,7 +12,7 @@ Shapes: B batch, T time, N longest n-gram, C columns, S residual streams, D hidd
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,7 @@ class Step:
 class Memory(nn.Module):
     """The memory layers of `cfg.layers`, as `layers[str(layer)]`.
 
+    launch_at   "entry": rows are requested as soon as ids are known; "layer": by each layer when it needs them.
     vocab_size  ids of the host model; None accepts any 31-bit id.
     token_map   raw id -> class, needed with `compress` and refused without it.
     """
@@ -69,6 +70,7 @@ class Memory(nn.Module):
         self.cfg, self.token_map = cfg, token_map
         self.layers = nn.ModuleDict({str(layer): Engram(cfg, layer, vocab_size, token_map) for layer in cfg.layers})
         self.idle_limit = IDLE_LIMIT
+        self.launch_at: Literal["entry", "layer"] = "entry"
         self.forwards = 0
         self._step: Step | None = None
         self._unreached: dict[int, int] = {}
@@ -103,7 +105,8 @@ class Memory(nn.Module):
         step = self._take_ahead(asked)
         if step is None:
             step = self._hash(*asked)
-            self._launch(step, ahead=False)
+            if self.launch_at == "entry":
+                self._launch(step, ahead=False)
         self.forwards += 1
         return self._begin(step)
 
@@ -130,6 +133,10 @@ class Memory(nn.Module):
                 ticket.drop()
         self._ahead.append(self._hash(ids_BT, segment_ids, blocked, mask))
         self._launch(self._ahead[-1], ahead=True)
+
+    def ahead(self) -> list[Step]:
+        """The prefetched forwards that have not begun, oldest first."""
+        return list(self._ahead)
 
     def flush(self) -> None:
         """Every write of rows has reached its place."""

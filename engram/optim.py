@@ -155,7 +155,7 @@ class EngramOptimizer(torch.optim.Optimizer):
             state.update(_row_state(group["rule"], store.spec, store.device))
         ids_U, grads_UW = proxy.row_ids, proxy.grad
         assert ids_U is not None and grads_UW is not None
-        values_UW = table.read(ids_U)
+        values_UW = table.touched_values()
         if group["weight_decay"]:
             values_UW = values_UW * (1 - group["lr"] * group["weight_decay"])
         state["step"] += 1

@@ -12,6 +12,7 @@ Shapes: n looked-up rows (with duplicates), U distinct rows, W row width.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -97,7 +98,10 @@ class Fetcher:
         self.store, self.name, self.exact = store, name, exact
         self.counters = Counters()
         self._pool = BufferPool()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"engram-{name}")
+        # one thread inside the gather too: on few cores it would take them from the layers that compute meanwhile
+        self._worker = ThreadPoolExecutor(
+            1, thread_name_prefix=f"engram-{name}", initializer=torch.set_num_threads, initargs=(gather_threads(),)
+        )
         self._lock = threading.Lock()
         self._number = 0
         self._open: dict[int, Ticket] = {}
@@ -130,6 +134,11 @@ class Fetcher:
                 self._recent.append(_Update(self._number, ids_U, values_UW))
             self._writes.append(self._submit(self.store.update, ids_U, values_UW))
             self.counters.updates += 1
+
+    @property
+    def written(self) -> int:
+        """Writes submitted so far."""
+        return self._number
 
     def flush(self) -> None:
         """Wait until every write has reached the store, and the store its place."""
@@ -204,6 +213,11 @@ class Fetcher:
 
         self.flush()
         return Fetcher(copy.deepcopy(self.store, memo), self.name, self.exact)
+
+
+def gather_threads() -> int:
+    """Threads of one gather: a quarter of the cores, at least one."""
+    return max(1, (os.cpu_count() or 1) // 4)
 
 
 def patch(values_nW: Tensor, ids_n: Tensor, ids_U: Tensor, new_UW: Tensor) -> int:

@@ -39,6 +39,8 @@ class RowProxy(nn.Parameter):
     """
 
     row_ids: Tensor | None
+    row_values: Tensor | None
+    read_at: int
     table: weakref.ref[Table] | None
     arrived: int
     dropped: int
@@ -48,8 +50,8 @@ class RowProxy(nn.Parameter):
         # never on the meta device: it has no elements, and a tensor cannot leave that device in place
         data = torch.empty(0, data.shape[-1], device="cpu") if data.is_meta else data
         proxy: RowProxy = torch.Tensor._make_subclass(cls, data, requires_grad)
-        proxy.row_ids = proxy._row_grad = proxy.table = None
-        proxy.arrived = proxy.dropped = 0
+        proxy.row_ids = proxy.row_values = proxy._row_grad = proxy.table = None
+        proxy.arrived = proxy.dropped = proxy.read_at = 0
         return proxy
 
     @classmethod
@@ -68,18 +70,27 @@ class RowProxy(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         if value is None:
             self.dropped += self._row_grad is not None and self.arrived > 0
-            self.row_ids = None
+            self.row_ids = self.row_values = None
         self._row_grad = value
 
-    def collect(self, ids_n: Tensor, grads_nW: Tensor) -> None:
-        """Sum duplicates of one backward and merge them with what is already there."""
-        unique_U, sums_UW = sum_duplicates(ids_n, grads_nW)
+    def collect(self, ids_n: Tensor, grads_nW: Tensor, values_nW: Tensor | None = None, read_at: int = 0) -> None:
+        """Sum duplicates of one backward and merge them with what is already there.
+
+        values_nW, read_at  what was read, and after how many writes: while none follows, the optimizer need not read
+        the rows again, which from a slow store would cost a second fetch.
+        """
+        unique_U, sums_UW, first_U = sum_duplicates(ids_n, grads_nW)
+        values_UW = None if values_nW is None else values_nW[first_U]
         # `zero_grad(set_to_none=False)` leaves zeros behind, whose rows are no longer touched
         if self._row_grad is not None and self.row_ids is not None and bool(self._row_grad.any()):
-            unique_U, sums_UW = sum_duplicates(
-                torch.cat([self.row_ids, unique_U]), torch.cat([self._row_grad.float(), sums_UW])
-            )
+            ids, sums = torch.cat([self.row_ids, unique_U]), torch.cat([self._row_grad.float(), sums_UW])
+            unique_U, sums_UW, first_U = sum_duplicates(ids, sums)
+            if values_UW is not None and self.row_values is not None and read_at == self.read_at:
+                values_UW = torch.cat([self.row_values, values_UW])[first_U]
+            else:
+                values_UW = None
         self._row_grad, self.row_ids = sums_UW, unique_U
+        self.row_values, self.read_at = values_UW, read_at
         self.arrived += 1
 
     def applied(self) -> None:
@@ -147,9 +158,21 @@ class Table(nn.Module):
             if not isinstance(self.proxy, RowProxy):
                 raise RuntimeError("table: functional calls replace the row proxy; rows learn by loss.backward() only")
             values_nW.requires_grad_()
-            values_nW.register_post_accumulate_grad_hook(_Collector(self.proxy, ids_n))
+            values_nW.register_post_accumulate_grad_hook(_Collector(self.proxy, ids_n, self._read_at()))
         values_BTCW = values_nW.view(*rows_BTC.shape, self.cfg.head_dim)
         return values_BTCW.sum(dim=-2) if self.cfg.combine == "sum" else values_BTCW.flatten(-2)
+
+    def _read_at(self) -> int | None:
+        """Number of writes that values read now include; None where reading again is free, or may differ (stale)."""
+        return None if self.fetcher is None or not self.fetcher.exact else self.fetcher.written
+
+    def touched_values(self) -> Tensor:
+        """Current values [U, W] of the rows in `proxy.row_ids`: those of the forward, unless a write came between."""
+        proxy = self.proxy
+        if proxy.row_values is not None and proxy.read_at == self._read_at():
+            return proxy.row_values
+        assert proxy.row_ids is not None
+        return self.read(proxy.row_ids)
 
     def read(self, ids_n: Tensor) -> Tensor:
         """Values [n, W] of rows as of now, a tensor of their own."""
@@ -191,11 +214,15 @@ class Table(nn.Module):
 class _Collector:
     """Post-accumulate hook of one gathered leaf: hands its gradient to the proxy and lets go of it."""
 
-    def __init__(self, proxy: RowProxy, ids_n: Tensor) -> None:
-        self.proxy, self.ids_n = weakref.ref(proxy), ids_n
+    def __init__(self, proxy: RowProxy, ids_n: Tensor, read_at: int | None) -> None:
+        self.proxy, self.ids_n, self.read_at = weakref.ref(proxy), ids_n, read_at
 
     def __call__(self, leaf_nW: Tensor) -> None:
         proxy, grad_nW = self.proxy(), leaf_nW.grad
         leaf_nW.grad = None
-        if proxy is not None and grad_nW is not None:
+        if proxy is None or grad_nW is None:
+            return
+        if self.read_at is None:
             proxy.collect(self.ids_n, grad_nW)
+        else:
+            proxy.collect(self.ids_n, grad_nW, leaf_nW.detach(), self.read_at)

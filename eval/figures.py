@@ -198,6 +198,32 @@ def paired_differences(points: Sequence[Mapping[str, Any]], baseline: str = "rho
     return figure
 
 
+def exposed_by_layer(cells: Sequence[Mapping[str, Any]]) -> Figure:
+    """Cells of `engram overlap` -> figure of the exposed time (ms) of single blocks, a line a store, phase and launch.
+
+    Raises ValueError when no cell has a single block.
+    """
+    lines: dict[str, list[tuple[int, float, float, float]]] = {}
+    for cell in cells:
+        if len(cell["layers"]) == 1:
+            spread = [1e3 * (value - cell["t_ready"]) for value in cell["quartiles"]["prefetch"]]
+            point = (cell["layers"][0], 1e3 * cell["exposed"], spread[0], spread[1])
+            lines.setdefault(f"{cell['store']}, {cell['phase']}, {cell['launch']}", []).append(point)
+    _require_points(point for points in lines.values() for point in points)
+    with _axes("Retrieval that a layer waits for", "memory block (0-based)", "exposed time, ms") as (figure, axes):
+        axes.axhline(0, color=GREY, linewidth=0.9)
+        for index, (name, points) in enumerate(lines.items()):
+            layers, exposed, low, high = zip(*sorted(points), strict=True)
+            bars = [
+                [max(0.0, e - q) for e, q in zip(exposed, low, strict=True)],
+                [max(0.0, q - e) for e, q in zip(exposed, high, strict=True)],
+            ]
+            axes.errorbar(layers, exposed, yerr=bars, capsize=2, label=name, **_look(index))
+        axes.locator_params(axis="x", integer=True)
+        axes.legend()
+    return figure
+
+
 def result_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
     """Result dictionaries (shape: eval/report.py) -> name -> figure, for what their metrics hold.
 

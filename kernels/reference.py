@@ -49,18 +49,20 @@ def short_conv(x_BTSD: Tensor, weight_SDK: Tensor, dilation: int, segment_BT: Te
     return out
 
 
-def sum_duplicates(ids_n: Tensor, grads_nW: Tensor) -> tuple[Tensor, Tensor]:
+def sum_duplicates(ids_n: Tensor, grads_nW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Looked-up row numbers [n] and their gradients [n, W] -> distinct rows [U], ascending, and fp32 sums [U, W].
+
+    The third result, [U], is where each distinct row occurs first among the n.
 
     Duplicates are added in the order of their occurrence (stable sort, sequential segments), so the result is the same
     bits in every run. Nothing of the table's size is made.
     """
     if not len(ids_n):
-        return ids_n, grads_nW.float()
+        return ids_n, grads_nW.float(), ids_n
     order_n = torch.argsort(ids_n, stable=True)
     unique_U, counts_U = torch.unique_consecutive(ids_n[order_n], return_counts=True)
     sums_UW = torch.segment_reduce(grads_nW[order_n].float(), "sum", lengths=counts_U, axis=0)
-    return unique_U, sums_UW
+    return unique_U, sums_UW, order_n[counts_U.cumsum(0) - counts_U]
 
 
 def rowwise_adam(

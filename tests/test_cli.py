@@ -30,6 +30,7 @@ COMMANDS = {
     "verify": COMMON,
     "info": COMMON,
     "bench": {"--rounds", *COMMON},
+    "overlap": {"config", "--set", "--out", *COMMON},
 }
 """Frozen: whoever adds or renames a command or an option changes this table, the README and the changelog with it."""
 

@@ -1,0 +1,321 @@
+"""How much of the retrieval each layer placement hides: `engram overlap CONFIG`.
+
+    engram overlap configs/overlap/cpu.yaml --json      # {"hardware", "cells": [...]}, times in seconds
+
+For every placement, store and phase the same step is timed in four variants, taking turns in random order:
+    t_without    memory switched off
+    t_ready      rows already in the layer's buffer
+    t_sync       rows fetched by the layer when it needs them
+    t_prefetch   rows requested early: at model entry, or one batch ahead
+fetch = t_sync - t_ready; exposed = t_prefetch - t_ready; hidden = 1 - exposed / fetch;
+overhead = t_prefetch / t_without - 1.
+`hidden` is null where fetch is under 5 % of t_ready: then it is noise. Times are medians, with quartiles beside them.
+
+On a CPU one core is left to the fetch, in all variants. Decode is one new token a sequence without a key-value cache.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+import engram.optim
+from engram.attaching import Handle, attach
+from engram.backbone import BackboneConfig, build
+from engram.config import EngramConfig
+from engram.eval.figures import exposed_by_layer, save_png
+from engram.eval.report import write_json
+from engram.info import machine
+from engram.prefetch import Fetcher
+from engram.stores import HostStore, TableSpec
+from engram.strict import apply_overrides, check_fields, from_dict, load_yaml, require, to_dict
+
+NOISE = 0.05
+VARIANTS = ("without", "ready", "sync", "prefetch")
+Phase = Literal["prefill", "decode", "train"]
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """A store whose fetch takes `latency` seconds plus its bytes over `bandwidth` (bytes per second)."""
+
+    latency: float = 0.0
+    bandwidth: float = 1e9
+
+
+@dataclass(frozen=True)
+class OverlapConfig:
+    """What is measured.
+
+    placements  lists of 0-based memory blocks. stores: "host", "pinned", "device", or names of `emulated`.
+    phases      "prefill", "decode" (one token a sequence), "train" (forward, backward, update).
+    memory      EngramConfig fields; layers, placement and hidden size are filled in.
+    pool        different batches that take turns, so that rows are not in the processor's cache.
+    threads     compute threads; null is all cores but one.
+    """
+
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    memory: dict[str, Any] = field(default_factory=dict)
+    placements: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,))
+    stores: tuple[str, ...] = ("host",)
+    emulated: dict[str, Emulation] = field(default_factory=dict)
+    phases: tuple[Phase, ...] = ("prefill", "train")
+    vocab_size: int = 4096
+    batch: int = 4
+    seq_len: int = 128
+    rounds: int = 15
+    warm_up: int = 2
+    pool: int = 6
+    threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        known = ("device", "host", "pinned", *self.emulated)
+        for store in self.stores:
+            require(store in known, f"stores: {store!r} is not known; use {', '.join(known)}")
+        for layers in self.placements:
+            require(
+                bool(layers) and max(layers) < self.backbone.blocks,
+                f"placements: {list(layers)}; the backbone has blocks 0..{self.backbone.blocks - 1}",
+            )
+            self.engram(layers, "device")
+        for name in ("batch", "seq_len", "pool"):
+            require(getattr(self, name) >= 1, f"{name}: {getattr(self, name)} must be at least 1")
+        require(self.rounds >= 3, f"rounds: {self.rounds} must be at least 3")
+
+    def engram(self, layers: tuple[int, ...], store: str) -> EngramConfig:
+        """The memory of one cell. Emulated stores are host stores that take their time."""
+        placement = "host" if store in self.emulated else store
+        filled = {"hidden_size": self.backbone.hidden_size, "seed": self.seed, **self.memory}
+        return from_dict(EngramConfig, {**filled, "layers": layers, "placement": placement}, "memory")
+
+
+class EmulatedStore(HostStore):
+    """Host rows behind a link of known latency and bandwidth: a benchmark whose right answer is arithmetic."""
+
+    def __init__(self, spec: TableSpec, emulation: Emulation) -> None:
+        super().__init__(spec)
+        self.emulation = emulation
+
+    def seconds(self, rows: int) -> float:
+        """What a gather of `rows` takes."""
+        return self.emulation.latency + 4 * rows * self.spec.width / self.emulation.bandwidth
+
+    def gather(self, ids_n: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rows [n] -> values [n, W], not before the link's time is over."""
+        due = time.perf_counter() + self.seconds(len(ids_n))
+        values_nW = super().gather(ids_n, out)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        return values_nW
+
+
+def run_config(config: str, overrides: list[str], out: str | None = None) -> dict[str, Any]:
+    """`engram overlap`: a YAML path -> the result of `measure`; with `out`, JSON and a figure there, too."""
+    cfg = from_dict(OverlapConfig, apply_overrides(load_yaml(config), overrides))
+    found = measure(cfg)
+    if out:
+        folder = Path(out)
+        write_json(folder / "overlap.json", found)
+        save_png(exposed_by_layer(found["cells"]), folder / "overlap.png")
+    return found
+
+
+def measure(cfg: OverlapConfig, quiet: bool = False) -> dict[str, Any]:
+    """Every cell of a configuration -> {"config", "hardware", "cells", "first_hidden"}."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(cfg.threads or max(1, (os.cpu_count() or 2) - 1))
+    plan = [(layers, store) for layers in cfg.placements for store in cfg.stores]
+    cells = []
+    try:
+        with Progress(console=Console(stderr=True), disable=quiet) as bar:
+            for layers, store in bar.track(plan, description="overlap"):
+                site = Site(cfg, layers, store)
+                for phase in cfg.phases:
+                    for launch in ("entry", "ahead") if phase == "train" else ("entry",):
+                        cells.append(Cell(site, phase, launch).measure())
+        return {"config": to_dict(cfg), "hardware": machine(), "cells": cells, "first_hidden": first_hidden(cells)}
+    finally:
+        torch.set_num_threads(before)
+
+
+class Site:
+    """A model with memory at one placement, rows in one store; made once for all phases."""
+
+    def __init__(self, cfg: OverlapConfig, layers: tuple[int, ...], store: str) -> None:
+        self.cfg, self.layers, self.store = cfg, layers, store
+        self.model = build(cfg.backbone, cfg.vocab_size, cfg.seed)
+        self.handle: Handle = attach(self.model, cfg.engram(layers, store))
+        for layer in layers:
+            table = self.handle.memory.layer(layer).table
+            if store in cfg.emulated:
+                slow = EmulatedStore(table.store.spec, cfg.emulated[store])
+                table.store, table.fetcher = slow, Fetcher(slow, f"memory layer {layer}")
+            table.store.rows.uniform_(-0.02, 0.02)  # every page real, in a fraction of the time of initial values
+
+
+class Cell:
+    """One phase and launch mode at a site: its four variants."""
+
+    def __init__(self, site: Site, phase: str, launch: str) -> None:
+        cfg = site.cfg
+        self.cfg, self.layers, self.store, self.phase, self.launch = cfg, site.layers, site.store, phase, launch
+        self.model, self.handle = site.model.train(phase == "train"), site.handle
+        self.optimizer = engram.optim.build(self.model, lr=1e-4) if phase == "train" else None
+        generator = torch.Generator().manual_seed(cfg.seed)
+        shape = (cfg.batch, 1 if phase == "decode" else cfg.seq_len)
+        self.batches = [torch.randint(0, cfg.vocab_size, shape, generator=generator) for _ in range(cfg.pool)]
+        self.turn = 0
+
+    def measure(self) -> dict[str, Any]:
+        """Time the variants in random order -> the cell as plain data."""
+        variants: dict[str, Callable[[], float]] = {
+            "without": self.without,
+            "ready": self.ready,
+            "sync": self.sync,
+            "prefetch": self.prefetched,
+        }
+        times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        shuffle = random.Random(self.cfg.seed)
+        for index in range(self.cfg.warm_up + self.cfg.rounds):
+            order = list(VARIANTS)
+            shuffle.shuffle(order)
+            for name in order:
+                seconds = variants[name]()
+                if index >= self.cfg.warm_up:
+                    times[name].append(seconds)
+        self.handle.memory.flush()
+        stats = [self.handle.memory.layer(layer).table.store for layer in self.layers]
+        return {
+            "layers": list(self.layers),
+            "store": self.store,
+            "kind": stats[0].kind,
+            "phase": self.phase,
+            "launch": self.launch,
+            "batch": self.cfg.batch,
+            "tokens": self.batches[0].numel(),
+            "rows_per_token": len(self.layers) * self.handle.memory.cfg.columns,
+            "row_bytes": 4 * self.handle.memory.cfg.head_dim,
+            "resident_bytes": sum(sum(store.bytes_held().values()) for store in stats),
+            **summarise_times(times),
+        }
+
+    def without(self) -> float:
+        """A step with memory switched off."""
+        with self.handle.disabled():
+            return self._timed(self._next())
+
+    def ready(self) -> float:
+        """A step whose rows are in the layer's buffer before it begins."""
+        batch = self._next()
+        self._fetch_ahead(batch)
+        return self._timed(batch)
+
+    def sync(self) -> float:
+        """A step whose layers fetch when they need their rows."""
+        self.handle.memory.launch_at = "layer"
+        try:
+            return self._timed(self._next())
+        finally:
+            self.handle.memory.launch_at = "entry"
+
+    def prefetched(self) -> float:
+        """A step whose rows are requested at its entry; or one batch ahead, while it requests those of the next."""
+        batch = self._next()
+        if self.launch == "entry":
+            return self._timed(batch)
+        self._fetch_ahead(batch)
+        return self._timed(batch, following=self.batches[(self.turn + 1) % len(self.batches)])
+
+    def _next(self) -> Tensor:
+        self.turn += 1
+        return self.batches[self.turn % len(self.batches)]
+
+    def _fetch_ahead(self, batch: Tensor) -> None:
+        self.handle.prefetch(batch)
+        for step in self.handle.memory.ahead():
+            for ticket in step.tickets.values():
+                ticket.future.result()
+
+    def _timed(self, batch: Tensor, following: Tensor | None = None) -> float:
+        self.handle.memory.flush()  # writes of the step before are not this step's
+        _settle()
+        began = time.perf_counter()
+        if following is not None:
+            self.handle.prefetch(following)
+        if self.optimizer is None:
+            with torch.no_grad():
+                self.model(batch, use_cache=False)
+        else:
+            self.model(batch, use_cache=False).logits.logsumexp(-1).mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if following is not None:  # one batch ahead: its fetch belongs to this step
+            for step in self.handle.memory.ahead():
+                for ticket in step.tickets.values():
+                    ticket.future.result()
+        _settle()
+        return time.perf_counter() - began
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def summarise_times(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Seconds of each variant -> medians, quartiles, and what they say about the fetch."""
+    median = {name: statistics.median(values) for name, values in times.items()}
+    fetch, exposed = median["sync"] - median["ready"], median["prefetch"] - median["ready"]
+    noise = fetch < NOISE * median["ready"]
+    reason = f"the fetch is under {NOISE:.0%} of the step" if noise else None
+    return {
+        **{f"t_{name}": median[name] for name in VARIANTS},
+        "quartiles": {name: statistics.quantiles(values, n=4)[::2] for name, values in times.items()},
+        "fetch": fetch,
+        "exposed": exposed,
+        "hidden": None if noise else 1 - exposed / fetch,
+        "reason": reason,
+        "overhead": median["prefetch"] / median["without"] - 1,
+    }
+
+
+def first_hidden(cells: list[dict[str, Any]]) -> dict[str, int | None]:
+    """Store, phase and launch -> the first single block that exposes less than 5 % of its step, or None."""
+    found: dict[str, int | None] = {}
+    for cell in sorted(cells, key=lambda one: one["layers"]):
+        key = f"{cell['store']}/{cell['phase']}/{cell['launch']}"
+        found.setdefault(key, None)
+        hidden = cell["exposed"] < NOISE * cell["t_ready"]
+        if found[key] is None and len(cell["layers"]) == 1 and hidden:
+            found[key] = cell["layers"][0]
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the cells as a table, times in milliseconds."""
+    heads = ("blocks", "store", "phase", "launch", *VARIANTS, "fetch", "exposed", "hidden", "overhead")
+    table = Table(*heads, title="milliseconds, medians", title_justify="left")
+    for cell in found["cells"]:
+        times = [f"{1e3 * cell[f't_{name}']:.1f}" for name in VARIANTS]
+        hidden = "noise" if cell["hidden"] is None else f"{cell['hidden']:.0%}"
+        table.add_row(
+            "+".join(map(str, cell["layers"])), cell["store"], cell["phase"], cell["launch"], *times,
+            f"{1e3 * cell['fetch']:.1f}", f"{1e3 * cell['exposed']:.1f}", hidden, f"{cell['overhead']:+.1%}",
+        )  # fmt: skip
+    console = Console(width=None if os.isatty(1) else 140)
+    console.print(table)
+    for key, layer in found["first_hidden"].items():
+        console.print(f"{key}: first block with nothing exposed: {'none' if layer is None else layer}")

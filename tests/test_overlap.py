@@ -1,0 +1,140 @@
+"""The overlap benchmark: its definitions, its emulated link against arithmetic, its shape. Times are no test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engram.cli import main
+from engram.eval import overlap
+from engram.eval.overlap import (
+    Cell,
+    EmulatedStore,
+    Emulation,
+    OverlapConfig,
+    Site,
+    first_hidden,
+    measure,
+    summarise_times,
+)
+from engram.stores import TableSpec
+from engram.strict import ConfigError, from_dict, load_yaml
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+TINY: dict[str, Any] = {
+    "backbone": {"kind": "dense", "hidden_size": 16, "blocks": 2, "heads": 2, "ffn_width": 32, "max_position": 16},
+    "memory": {"heads": 1, "head_dim": 8, "rows": 50},
+    "placements": [[0], [1], [0, 1]],
+    "stores": ["host", "link"],
+    "emulated": {"link": {"latency": 0.001, "bandwidth": 1e6}},
+    "phases": ["prefill", "decode", "train"],
+    "vocab_size": 32, "batch": 2, "seq_len": 6, "rounds": 3, "warm_up": 0, "pool": 2, "threads": 1,
+}  # fmt: skip
+
+
+def _config(**changes: Any) -> OverlapConfig:
+    return from_dict(OverlapConfig, {**TINY, **changes})
+
+
+def test_the_definitions_on_made_up_times() -> None:
+    times = {"without": [1.0] * 5, "ready": [1.2] * 5, "sync": [1.6] * 5, "prefetch": [1.3] * 5}
+    cell = summarise_times(times)
+    assert cell["fetch"] == pytest.approx(0.4) and cell["exposed"] == pytest.approx(0.1)
+    assert cell["hidden"] == pytest.approx(0.75) and cell["overhead"] == pytest.approx(0.3)
+    assert cell["reason"] is None and cell["quartiles"]["sync"] == [1.6, 1.6]
+    small = summarise_times({**times, "sync": [1.25] * 5})
+    assert small["hidden"] is None and "under 5%" in small["reason"]
+
+
+def test_the_first_block_with_nothing_exposed() -> None:
+    cells = [
+        {"layers": layers, "store": "s", "phase": "prefill", "launch": "entry", "exposed": exposed, "t_ready": 1.0}
+        for layers, exposed in (([2], 0.01), ([0], 0.4), ([1], 0.2), ([0, 1], 0.0))
+    ]
+    assert first_hidden(cells) == {"s/prefill/entry": 2}
+    assert first_hidden(cells[1:3]) == {"s/prefill/entry": None}
+
+
+def test_an_emulated_link_takes_at_least_its_arithmetic() -> None:
+    store = EmulatedStore(TableSpec(100, 8, zeros=True), Emulation(latency=0.01, bandwidth=64_000))
+    assert store.seconds(20) == pytest.approx(0.01 + 20 * 32 / 64_000)
+    began = overlap.time.perf_counter()
+    store.gather(torch.arange(20))
+    assert overlap.time.perf_counter() - began >= 0.02
+
+
+def test_the_variants_fetch_when_they_say_they_do() -> None:
+    """Counted, not timed: who launches how many fetches, and for which forward."""
+    site = Site(_config(stores=["host"]), (1,), "host")
+    table = site.handle.memory.layer(1).table
+    assert table.fetcher is not None
+    counters = table.fetcher.counters
+    cell = Cell(site, "prefill", "entry")
+    cell.without()
+    assert counters.fetches == 0
+    cell.ready()
+    assert (counters.fetches, counters.ahead) == (1, 1)
+    cell.sync()
+    cell.prefetched()
+    assert (counters.fetches, counters.ahead) == (3, 1)
+    train = Cell(site, "train", "ahead")
+    train.prefetched()
+    assert counters.updates == 1 and counters.ahead == 2 and len(site.handle.memory.ahead()) == 1
+
+
+def test_every_cell_is_measured_and_complete() -> None:
+    found = measure(_config(), quiet=True)
+    assert len(found["cells"]) == 3 * 2 * (1 + 1 + 2)
+    for cell in found["cells"]:
+        assert all(cell[f"t_{name}"] > 0 for name in overlap.VARIANTS)
+        assert cell["rows_per_token"] == 2 * len(cell["layers"]) and cell["row_bytes"] == 32
+        assert cell["tokens"] == (2 if cell["phase"] == "decode" else 12) and cell["kind"] == "host"
+        assert (cell["hidden"] is None) == (cell["reason"] is not None)
+    assert torch.get_num_threads() == 1
+    json.dumps(found)
+
+
+def test_an_exposed_fetch_at_block_0_is_seen() -> None:
+    """A link of 60 ms in front of a forward of a millisecond: nothing can hide it at the first block."""
+    cfg = _config(stores=["link"], emulated={"link": {"latency": 0.06}}, placements=[[0]], phases=["prefill"], rounds=5)
+    cell = measure(cfg, quiet=True)["cells"][0]
+    assert cell["fetch"] > 0.03 and cell["hidden"] < 0.5
+    assert first_hidden([cell]) == {"link/prefill/entry": None}
+
+
+def test_the_command_writes_json_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(json.dumps(TINY), encoding="utf-8")
+    settings = ["--set", "placements=[[0],[1]]", "--set", "phases=[prefill]"]
+    assert main(["overlap", str(config), *settings, "--out", str(tmp_path), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert {"hardware", "cells"} <= set(printed) and len(printed["cells"]) == 4
+    assert json.loads((tmp_path / "overlap.json").read_text()) == printed
+    assert (tmp_path / "overlap.png").stat().st_size > 1000
+    assert main(["overlap", str(config), *settings]) == 0
+    assert "first block with nothing exposed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stores": ["tape"]}, "stores: 'tape' is not known; use device, host, pinned, link"),
+        ({"placements": [[2]]}, r"placements: \[2\]; the backbone has blocks 0..1"),
+        ({"phases": ["sleep"]}, "phases"),
+        ({"rounds": 1}, "rounds: 1 must be at least 3"),
+        ({"memory": {"head": 1}}, "memory.head: unknown key"),
+    ],
+)
+def test_bad_configurations_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _config(**changes)
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "overlap").glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_configurations_are_valid(path: Path) -> None:
+    cfg = from_dict(OverlapConfig, load_yaml(path))
+    assert len(cfg.placements) >= cfg.backbone.blocks

@@ -16,7 +16,16 @@ from engram.hashing import table_sizes
 from engram.memory import Memory
 from engram.strict import ConfigError, from_dict
 from engram.train import budget
-from engram.train.budget import Arm, BudgetError, describe, memory_flops, memory_parameters, plan, plan_grid, rows_for
+from engram.train.budget import (
+    Arm,
+    BudgetError,
+    describe,
+    memory_flops,
+    memory_parameters,
+    plan_arm,
+    plan_grid,
+    rows_for,
+)
 
 BACKBONE = BackboneConfig(hidden_size=64, blocks=5, heads=4, ffn_width=256, experts=22, top_k=2, expert_width=32)
 MEMORY = EngramConfig(hidden_size=64, layers=(1,), orders=(2, 3), heads=2, head_dim=8)
@@ -116,8 +125,8 @@ def test_every_arm_costs_the_same(name: str) -> None:
 
 
 def test_ends_of_the_grid() -> None:
-    assert plan(BACKBONE, MEMORY, 1.0, **SIZE).parameters["table"] == 0
-    none_left = plan(BACKBONE, MEMORY, 0.0, **SIZE)
+    assert plan_arm(BACKBONE, MEMORY, 1.0, **SIZE).parameters["table"] == 0
+    none_left = plan_arm(BACKBONE, MEMORY, 0.0, **SIZE)
     assert none_left.backbone.experts == none_left.backbone.top_k == 2
     assert none_left.parameters["inactive_routed"] == 0 and none_left.achieved_rho == 0.0
     model = build(none_left.backbone, 64, 0)
@@ -127,7 +136,7 @@ def test_ends_of_the_grid() -> None:
 def test_the_ffn_pays_for_the_memory() -> None:
     """By hand, D=64, M=32, one layer, 4 taps: 2*32*64*2 + 2*64 + 2*4*64 = 8,832 FLOPs; 4 experts fewer save
     2*64*4 in each of 4 routers = 2,048; the rest, 6,784, is 17.67 units of 6*64."""
-    arm = plan(BACKBONE, MEMORY, 0.8, **SIZE)
+    arm = plan_arm(BACKBONE, MEMORY, 0.8, **SIZE)
     assert memory_flops(MEMORY)["total"] == 8832
     assert arm.backbone.ffn_width == 256 - 18
     unpaid = arm.flops["total"] + 18 * 6 * 64
@@ -147,24 +156,24 @@ def test_rows_come_as_near_as_primes_allow() -> None:
 
 
 def test_bases_per_order_keep_their_proportions() -> None:
-    arm = plan(BACKBONE, MEMORIES["per_order"], 0.5, **SIZE)
+    arm = plan_arm(BACKBONE, MEMORIES["per_order"], 0.5, **SIZE)
     assert arm.memory is not None
     small, large = arm.memory.bases
     assert large / small == pytest.approx(3.0, rel=0.01)
 
 
 def test_on_top_keeps_the_backbone() -> None:
-    arm = plan(BACKBONE, MEMORY.replace(rows=500), 1.0, mode="on_top", **SIZE)
+    arm = plan_arm(BACKBONE, MEMORY.replace(rows=500), 1.0, mode="on_top", **SIZE)
     assert arm.backbone == BACKBONE and arm.memory == MEMORY.replace(rows=500)
     extra = memory_parameters(arm.memory)
     assert arm.parameters["total"] - arm.reference["parameters"] == extra["dense"] + extra["table"]
     assert arm.flops["total"] - arm.reference["flops"] == 8832
-    sized = plan(BACKBONE, MEMORY, 1.0, mode="on_top", extra=100_000, **SIZE)
+    sized = plan_arm(BACKBONE, MEMORY, 1.0, mode="on_top", extra=100_000, **SIZE)
     assert sized.parameters["table"] == pytest.approx(100_000, rel=0.01)
     dense = BackboneConfig(kind="dense", hidden_size=64, blocks=2, heads=4, ffn_width=64)
-    arm = plan(dense, MEMORY.replace(rows=500), 1.0, mode="on_top", **SIZE)
+    arm = plan_arm(dense, MEMORY.replace(rows=500), 1.0, mode="on_top", **SIZE)
     assert arm.parameters["total"] == parameter_counts(dense)["total"] + extra["dense"] + extra["table"]
-    assert plan(dense, MEMORY, 1.0, **SIZE).achieved_rho == 1.0
+    assert plan_arm(dense, MEMORY, 1.0, **SIZE).achieved_rho == 1.0
 
 
 def test_arms_are_plain_data_and_print() -> None:
@@ -198,23 +207,23 @@ def test_arms_are_plain_data_and_print() -> None:
 )
 def test_impossible_arms_are_named(backbone: dict[str, Any], memory: dict[str, Any], rho: float, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan(BackboneConfig(**{**BACKBONE.to_dict(), **backbone}), MEMORY.replace(**memory), rho, **SIZE)
+        plan_arm(BackboneConfig(**{**BACKBONE.to_dict(), **backbone}), MEMORY.replace(**memory), rho, **SIZE)
 
 
 def test_mode_arguments_are_checked() -> None:
     with pytest.raises(ConfigError, match="mode: 'both' is not known"):
-        plan(BACKBONE, MEMORY, 1.0, mode="both", **SIZE)  # type: ignore[arg-type]
+        plan_arm(BACKBONE, MEMORY, 1.0, mode="both", **SIZE)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="leave rho at 1"):
-        plan(BACKBONE, MEMORY, 0.5, mode="on_top", **SIZE)
+        plan_arm(BACKBONE, MEMORY, 0.5, mode="on_top", **SIZE)
     with pytest.raises(ConfigError, match="extra: 5 exists for mode 'on_top' only"):
-        plan(BACKBONE, MEMORY, 0.5, extra=5, **SIZE)
+        plan_arm(BACKBONE, MEMORY, 0.5, extra=5, **SIZE)
     with pytest.raises(ConfigError, match="extra: 0 must be"):
-        plan(BACKBONE, MEMORY, 1.0, mode="on_top", extra=0, **SIZE)
+        plan_arm(BACKBONE, MEMORY, 1.0, mode="on_top", extra=0, **SIZE)
 
 
 def test_a_budget_that_cannot_be_met_is_an_error_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BudgetError, match=r"total parameters [\d,]+ against [\d,]+ \([+-][\d.]+%\), FLOPs per token"):
-        plan(BACKBONE, MEMORY, 0.8, tolerance=1e-6, **SIZE)
+        plan_arm(BACKBONE, MEMORY, 0.8, tolerance=1e-6, **SIZE)
     monkeypatch.setattr(budget, "_pay_from_ffn", lambda full, arm, memory, seq_len: arm)
     with pytest.raises(BudgetError, match="FLOPs per token"):
-        plan(BACKBONE, MEMORY, 0.8, **SIZE)
+        plan_arm(BACKBONE, MEMORY, 0.8, **SIZE)

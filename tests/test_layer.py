@@ -10,7 +10,6 @@ from torch import Tensor
 
 from engram.config import ConfigError, EngramConfig
 from engram.kernels import reference
-from engram.kernels.dispatch import backend
 from engram.layer import Engram
 from engram.stores import DeviceStore, TableSpec, initial_rows
 
@@ -258,4 +257,3 @@ def test_bad_input_is_named() -> None:
     for field, value in (("placement", "disk"), ("row_dtype", "int8")):
         with pytest.raises(ConfigError, match=field):
             Engram(CFG.replace(**{field: value}), 1, vocab_size=100)
-    assert backend() == "reference"

@@ -8,7 +8,7 @@ loses routed experts; three things happen so that the comparison stays fair:
   1. the memory's projections, convolution and gate cost FLOPs, the shorter router saves some, and the difference is
      taken from the FFN width of the leading dense block (left alone it is 5.5 % at a tiny size);
   2. every parameter that is free by then becomes table rows;
-  3. totals and FLOPs per token must agree with rho=1 within the tolerance, or `plan` raises with the numbers.
+  3. totals and FLOPs per token must agree with rho=1 within the tolerance, or `plan_arm` does with the numbers.
 Token embeddings and the output head stand outside the budget, as in the paper, and are reported beside it.
 
 Letters: D hidden width, M memory width, S residual streams, C columns, W row width, K convolution taps.
@@ -160,7 +160,7 @@ def rows_for(memory: EngramConfig, values: int) -> EngramConfig:
     return best
 
 
-def plan(
+def plan_arm(
     backbone: BackboneConfig,
     memory: EngramConfig,
     rho: float,
@@ -227,8 +227,10 @@ def plan_grid(
     vocab_size: int,
     tolerance: float = TOLERANCE,
 ) -> list[Arm]:
-    """The iso arms of several shares, in the order given. Raises as `plan` does, before anything is trained."""
-    return [plan(backbone, memory, rho, seq_len=seq_len, vocab_size=vocab_size, tolerance=tolerance) for rho in rhos]
+    """The iso arms of several shares, in the order given. Raises as `plan_arm` does, before anything is trained."""
+    return [
+        plan_arm(backbone, memory, rho, seq_len=seq_len, vocab_size=vocab_size, tolerance=tolerance) for rho in rhos
+    ]
 
 
 def describe(arms: Sequence[Arm]) -> Table:

@@ -19,7 +19,7 @@ from engram.backbone import BackboneConfig
 from engram.config import EngramConfig
 from engram.optim import RowRule
 from engram.strict import apply_overrides, check_fields, from_dict, load_yaml, require, to_dict
-from engram.train.budget import Arm, plan
+from engram.train.budget import Arm, plan_arm
 from engram.train.corpus import DataConfig
 
 
@@ -144,10 +144,10 @@ class TrainConfig:
         """What to build, with its costs counted: the planned arm of `rho`, or backbone and memory as they stand."""
         memory, seq_len = self.engram(), self.data.seq_len
         if self.rho is None and memory is not None:
-            return plan(self.backbone, memory, 1.0, seq_len=seq_len, vocab_size=vocab_size, mode="on_top")
+            return plan_arm(self.backbone, memory, 1.0, seq_len=seq_len, vocab_size=vocab_size, mode="on_top")
         template = memory or EngramConfig(hidden_size=self.backbone.hidden_size, layers=(0,))
         rho = 1.0 if self.rho is None else self.rho
-        return plan(self.backbone, template, rho, seq_len=seq_len, vocab_size=vocab_size)
+        return plan_arm(self.backbone, template, rho, seq_len=seq_len, vocab_size=vocab_size)
 
     @property
     def tokens(self) -> int:

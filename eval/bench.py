@@ -173,6 +173,6 @@ def show(found: dict[str, Any]) -> None:
     for one in found["claims"]:
         low, high = one["quartiles"]
         times = (f"{1e3 * one['value']:.3f}", f"{1e3 * one['against']:.3f}")
-        verdict = "met" if one["ok"] else "missed"
-        table.add_row(one["id"], *times, f"{one['ratio']:.3f}", f"{low:.3f} to {high:.3f}", f"{one['target']:.3g}", verdict)
+        ratio = (f"{one['ratio']:.3f}", f"{low:.3f} to {high:.3f}", f"{one['target']:.3g}")
+        table.add_row(one["id"], *times, *ratio, "met" if one["ok"] else "missed")
     Console().print(table)

@@ -159,6 +159,11 @@ class NgramHash(nn.Module):
         text = json.dumps([*said, list(cfg.eos), self.classes, tmap])
         return struct.unpack("<4q", hashlib.sha256(text.encode()).digest())
 
+    @property
+    def identity(self) -> str:
+        """One hash of every constant: rows that were trained under another one are addressed wrongly."""
+        return hashlib.sha256(json.dumps(self._constants, sort_keys=True).encode()).hexdigest()
+
     def _build(self, device: torch.device) -> None:
         with torch.inference_mode(False):  # an inference tensor could not be counted up in the next normal forward
             for name, values in self._constants.items():

@@ -47,7 +47,7 @@ class Engram(nn.Module):
         super().__init__()
         self.cfg, self.layer = cfg, layer
         self.hash = NgramHash(cfg, layer, vocab_size, token_map)
-        self.table = Table(cfg, layer)
+        self.table = Table(cfg, layer, self.hash.identity)
         width, hidden, streams = cfg.memory_width, cfg.hidden_size, cfg.branches
         self.value = nn.Linear(width, hidden, bias=cfg.bias) if cfg.combine == "concat" else None
         self.key = self.key_norm = self.query_norm = self.conv_norm = self.conv = None

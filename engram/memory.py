@@ -143,6 +143,11 @@ class Memory(nn.Module):
         for module in self.modules_by_layer():
             module.table.flush()
 
+    def close(self) -> None:
+        """Let go of threads and files; rows cannot be asked for afterwards."""
+        for module in self.modules_by_layer():
+            module.table.close()
+
     def _hash(self, ids_BT: Tensor, segment_ids: Tensor | None, blocked: Tensor | None, mask: Tensor | None) -> Step:
         first = self.layer(self.cfg.layers[0])
         window_BTN = first.hash.window(ids_BT, segment_ids=segment_ids, blocked=blocked, mask=mask)

@@ -147,8 +147,7 @@ class Fetcher:
         self._result(self._submit(self.store.flush), "flushing", None)
 
     def close(self) -> None:
-        """Flush, end the worker, close the store."""
-        self.flush()
+        """End the worker and close the store. `flush` before it tells whether every write has succeeded."""
         self._worker.shutdown()
         self.store.close()
 

@@ -13,7 +13,9 @@ Shapes: B batch, T time, C columns, W row width, M = C * W, n = B * T * C, U dis
 
 from __future__ import annotations
 
+import logging
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +25,9 @@ from engram.config import ConfigError, EngramConfig
 from engram.hashing import splitmix64, total_rows
 from engram.kernels.dispatch import sum_duplicates
 from engram.prefetch import Fetcher, Ticket
-from engram.stores import DeviceStore, HostStore, PinnedStore, TableSpec
+from engram.stores import DeferredDiskStore, DeviceStore, HostStore, PinnedStore, Store, TableSpec
 
-PLACEMENTS: dict[str, type[DeviceStore]] = {"device": DeviceStore, "host": HostStore, "pinned": PinnedStore}
+log = logging.getLogger("engram")
 
 
 class RowProxy(nn.Parameter):
@@ -106,31 +108,45 @@ class RowProxy(nn.Parameter):
         return (RowProxy, (self.data, self.requires_grad))
 
 
+def open_store(cfg: EngramConfig, layer: int, spec: TableSpec, identity: str) -> Store:
+    """The store of one layer's rows, as the configuration places them. Raises ConfigError.
+
+    "disk" keeps `path`/layer-<n>.safetensors, which is opened at its first use.
+    """
+    if cfg.placement == "disk":
+        if cfg.path is None:
+            raise ConfigError("path: placement 'disk' needs the folder of its row files")
+        return DeferredDiskStore(Path(cfg.path) / f"layer-{layer}.safetensors", spec, identity, format=cfg.row_dtype)
+    if cfg.row_dtype != "fp32":
+        raise ConfigError(
+            f"row_dtype: {cfg.row_dtype!r} is not available for placement {cfg.placement!r} in this version; use 'fp32'"
+        )
+    return {"device": DeviceStore, "host": HostStore, "pinned": PinnedStore}[cfg.placement](spec)
+
+
 class Table(nn.Module):
     """The rows of one layer and their access: `table(rows_BTC)` -> memory vector [B, T, M] (or [B, T, W] with "sum").
 
     `trainable` False freezes the rows on purpose. `updates` counts optimizer steps at a learning rate above 0.
+    identity  what a file of rows must belong to (placement "disk"): the digest of the hash that addresses it.
     Raises ConfigError for a placement or row format that this version does not have.
     """
 
-    def __init__(self, cfg: EngramConfig, layer: int) -> None:
+    def __init__(self, cfg: EngramConfig, layer: int, identity: str = "") -> None:
         super().__init__()
-        if cfg.placement not in PLACEMENTS:
-            raise ConfigError(
-                f"placement: {cfg.placement!r} is not available in this version; use one of {', '.join(PLACEMENTS)}"
-            )
-        if cfg.row_dtype != "fp32":
-            raise ConfigError(f"row_dtype: {cfg.row_dtype!r} is not available in this version; use 'fp32'")
         self.cfg, self.layer = cfg, layer
         seed = splitmix64((cfg.seed << 20) ^ layer) >> 1
         spec = TableSpec(total_rows(cfg, layer), cfg.head_dim, seed, cfg.init_std, zeros=cfg.init == "zeros")
-        self.store: DeviceStore = PLACEMENTS[cfg.placement](spec)
+        self.store: Any = open_store(cfg, layer, spec, identity)
         self.fetcher = None
         if cfg.placement != "device":
             self.fetcher = Fetcher(self.store, f"memory layer {layer}", exact=cfg.prefetch == "exact")
         self.proxy = RowProxy(torch.empty(0, cfg.head_dim))
         self.proxy.table = weakref.ref(self)
         self.updates = 0
+        if cfg.row_dtype != "fp32":
+            log.info("memory layer %d: rows are stored as %s and frozen", layer, cfg.row_dtype)
+            self.trainable = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After a deep copy or unpickling the proxy's way back to its table is set again."""
@@ -143,6 +159,8 @@ class Table(nn.Module):
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
+        if value and self.cfg.row_dtype != "fp32":
+            raise ConfigError(f"row_dtype: rows stored as {self.cfg.row_dtype!r} cannot be trained in this version")
         self.proxy.requires_grad_(value)
 
     @torch.compiler.disable
@@ -190,6 +208,11 @@ class Table(nn.Module):
         if self.fetcher is not None:
             self.fetcher.flush()
 
+    def close(self) -> None:
+        """Let go of threads and files."""
+        if self.fetcher is not None:
+            self.fetcher.close()
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """The proxy has no elements and is left out; the rows are saved by their store, with every write in place."""
         self.flush()
@@ -200,7 +223,8 @@ class Table(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
         """Follow device moves; rows and proxy keep their dtype."""
         self.flush()
-        self.store._apply(fn)
+        if isinstance(self.store, nn.Module):
+            self.store._apply(fn)
         device = self.store.device
         if self.proxy.device != device and device.type != "meta":
             self.proxy.data = self.proxy.data.to(device)

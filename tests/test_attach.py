@@ -202,7 +202,7 @@ def test_attach_refuses_and_leaves_the_model_as_it_was(tiny_model: TinyModel) ->
         ({"hidden_size": 16}, "16 differs from the model's 32"),
         ({"branches": 4}, "has 1 residual stream"),
         ({"site": "value"}, "'value' is not available"),
-        ({"placement": "disk"}, "placement: 'disk'"),
+        ({"placement": "disk"}, "needs the folder"),
     ):
         with pytest.raises(ConfigError, match=message):
             engram.attach(model, CFG.replace(**changes))

@@ -138,13 +138,15 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
         assert resumed["metrics"][name] == expected["metrics"][name], name
 
 
-def test_rows_in_host_memory_train_and_resume_like_rows_on_the_device(
-    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_rows_elsewhere_train_and_resume_like_rows_on_the_device(
+    placement: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next batch is prefetched all the time: a checkpoint is taken while a fetch is under way."""
     device, host = tmp_path / "device", tmp_path / "host"
     expected = train_run(_config(recipe, checkpoint_every=4), device, quiet=True)
-    cfg = _config(recipe, memory={**recipe["memory"], "placement": "host"}, checkpoint_every=4)
+    elsewhere = {"placement": placement, "path": str(tmp_path / "rows") if placement == "disk" else None}
+    cfg = _config(recipe, memory={**recipe["memory"], **elsewhere}, checkpoint_every=4)
     after_step = loop.Run._after_step
 
     def interrupt(self: loop.Run, *args: Any) -> None:
@@ -159,11 +161,19 @@ def test_rows_in_host_memory_train_and_resume_like_rows_on_the_device(
     found = train_run(cfg, host, resume=True, quiet=True)
     assert _losses(host) == _losses(device)
     ours, theirs = _weights(host), _weights(device)
-    for name in theirs:
+    assert theirs.keys() - ours.keys() <= {"engram.layers.1.table.store.rows"}
+    for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
+    if placement == "disk":
+        _, _, built, _ = open_run(str(host))
+        assert built.handle is not None
+        rows = theirs["engram.layers.1.table.store.rows"]
+        assert torch.equal(built.handle.memory.layer(1).table.read(torch.arange(len(rows))), rows)
+        with pytest.raises(ConfigError, match="rows of an earlier run"):
+            train_run(cfg, tmp_path / "another", quiet=True)
     assert found["metrics"]["loss"] == expected["metrics"]["loss"]
     fetch = found["metrics"]["fetch"]["1"]
-    assert fetch["store"] == "host" and fetch["ahead"] > 0 and fetch["patched_rows"] > 0
+    assert fetch["store"] == placement and fetch["ahead"] > 0 and fetch["patched_rows"] > 0
 
 
 def test_a_finished_run_is_resumed_without_training(recipe: dict[str, Any], tmp_path: Path) -> None:

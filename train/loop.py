@@ -27,6 +27,7 @@ from torch import Tensor
 import engram.optim
 from engram.eval.loss import held_out_loss
 from engram.eval.report import result, write_json
+from engram.stores import DeferredDiskStore
 from engram.strict import ConfigError, require
 from engram.table import RowProxy
 from engram.train import snapshots
@@ -84,7 +85,11 @@ def train_run(cfg: TrainConfig, folder: Path, resume: bool = False, quiet: bool 
     corpus = prepare(cfg.data, cfg.seed)
     built = assemble(cfg, corpus.vocab_size, corpus.tokenizer)
     saved = _claim(folder, cfg, resume, built)
-    return Run(cfg, folder, corpus, built, quiet).go(saved)
+    try:
+        return Run(cfg, folder, corpus, built, quiet).go(saved)
+    finally:
+        if built.handle is not None:
+            built.handle.memory.close()
 
 
 class Run:
@@ -134,6 +139,7 @@ class Run:
 
     def go(self, saved: dict[str, Any] | None) -> dict[str, Any]:
         """Train to the end, study the model, write the result."""
+        self._check_row_files(fresh=saved is None)
         if saved is not None:
             self._resume()
         elif self.folder.joinpath("log.jsonl").exists():
@@ -152,6 +158,18 @@ class Run:
         finished = result(self.cfg, self.cfg.seed, {**self._facts(), **metrics})
         write_json(self.folder / "result.json", finished)
         return finished
+
+    def _check_row_files(self, fresh: bool) -> None:
+        """Open files of rows before training; a new run does not take over the rows of an earlier one."""
+        handle = self.built.handle
+        for module in [] if handle is None else handle.memory.modules_by_layer():
+            store = module.table.store
+            if fresh and isinstance(store, DeferredDiskStore):
+                require(
+                    not store.exists(),
+                    f"memory.path: {store.path} holds the rows of an earlier run; remove it, or choose another path",
+                )
+                store.open()
 
     def _one_step(self) -> dict[str, Any]:
         """One optimizer step over `accumulate` batches -> its log line."""

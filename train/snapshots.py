@@ -4,8 +4,9 @@
     state = load(folder, model, optimizer)
 
 A folder `checkpoint/` holds model.safetensors (weights, buffers and rows), optimizer.safetensors, random.safetensors
-and state.json. It is complete or absent: a new one is written as `checkpoint.new`, the old one steps aside as
-`checkpoint.old` while the two are exchanged, and a reader takes whichever is whole. Nothing is pickled.
+and state.json. Rows on disk stay in files of their own, which can go back to the state that belongs to the checkpoint.
+It is complete or absent: a new one is written as `checkpoint.new`, the old one steps aside as `checkpoint.old` while
+the two are exchanged, and a reader takes whichever is whole. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from engram.stores import DeferredDiskStore
 from engram.strict import ConfigError
+from engram.table import Table
 
 NAME, NEW, OLD = "checkpoint", "checkpoint.new", "checkpoint.old"
 FORMAT = 1
@@ -38,6 +41,8 @@ def save(run: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, st
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     aliases = _save_tensors(new / "model.safetensors", model.state_dict())
+    files = _row_files(model)
+    generations = {name: store.prepare_checkpoint() for name, store in files.items()}
     packed = optimizer.state_dict()
     tensors, numbers = _split_state(packed["state"])
     _save_tensors(new / "optimizer.safetensors", tensors)
@@ -47,6 +52,7 @@ def save(run: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, st
         "aliases": aliases,
         "optimizer": {"state": numbers, "param_groups": packed["param_groups"]},
         "random": _random_numbers(),
+        "row_files": generations,
         "state": state,
     }
     _write_text(new / "state.json", json.dumps(about))
@@ -56,6 +62,8 @@ def save(run: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, st
         os.rename(final, old)
     os.rename(new, final)
     _sync(run)
+    for name, store in files.items():
+        store.commit_checkpoint(generations[name])
     shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -83,6 +91,8 @@ def load(run: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
     if folder is None:
         raise ConfigError(f"checkpoint: {run} holds none")
     about = _about(folder)
+    for name, store in _row_files(model).items():
+        store.open(about["row_files"][name])
     try:
         weights = _load_tensors(folder / "model.safetensors")
         weights.update({alias: weights[name] for alias, name in about["aliases"].items()})
@@ -95,6 +105,14 @@ def load(run: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
     except (SafetensorError, RuntimeError, ValueError, KeyError, OSError) as error:
         raise ConfigError(f"checkpoint: {folder} does not fit this model: {error}") from error
     return dict(about["state"])
+
+
+def _row_files(model: nn.Module) -> dict[str, DeferredDiskStore]:
+    """Tables whose rows are in files of their own: those keep their own checkpoints, named by a number here."""
+    tables = {name: module for name, module in model.named_modules() if isinstance(module, Table)}
+    for table in tables.values():
+        table.flush()
+    return {name: table.store for name, table in tables.items() if isinstance(table.store, DeferredDiskStore)}
 
 
 def _about(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,273 @@
+"""The way to the rows of one file: by pages with O_DIRECT, or through the page cache; one of them at a time.
+
+    access = RowAccess(path, fd, start, layout, touched, row_bytes=256)
+    access.choose("auto", direct=True); bytes_nb = access.read(ids_n)
+    old_tb = access.before(ids_U, keep_U); ...journal...; access.write(ids_U, new_Ub)
+
+Never both at once, so that a read sees the write before it:
+
+    direct   O_DIRECT reads and writes of whole pages. To write a row its page is read, changed and written; the pages
+             of the latest call are still there (a step gathers what it then updates), and pages without a touched row
+             are known to be zero: an update costs one write a page.
+    cached   everything through the page cache: reads by mapping or positioned reads, row-sized positioned writes. A
+             mapping reads a row 10-20 times cheaper than a system call, but only when the file fits the cache: "auto"
+             takes it while the space the file really uses is below half of the memory that is free. Rows are never
+             written through the mapping: a full disk would be a signal that kills, not an error.
+
+Row numbers are sorted and distinct throughout. Shapes: n rows, U rows to be written, b bytes a row, p pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from engram.stores.reading import PageBuffer, Transfer, TransferError, free_memory, open_transfer, write_inline
+from engram.stores.rowfile import PAGE, Layout, RowBits
+
+RUN_PAGES = 32  # pages next to each other that one request moves
+log = logging.getLogger("engram")
+
+
+class RowAccess:
+    """Rows of an open file, as bytes. Every failure is a RuntimeError naming file and row.
+
+    fd       of the file, through the page cache; its lock is the caller's.
+    start    byte at which the row data begins, a multiple of a page.
+    touched  one bit a row; rows without it are zeros in the file and are never asked for by `read`.
+    way      what runs, in words.
+    window   the mapped row data (uint8), where the way is a mapping.
+    """
+
+    def __init__(
+        self, path: Path, fd: int, start: int, layout: Layout, touched: RowBits, read_only: bool = False
+    ) -> None:
+        self.path, self.fd, self.layout = path, fd, layout
+        self.way = "not chosen yet"
+        self.window: np.ndarray | None = None
+        self._mapped: mmap.mmap | None = None
+        self._announced = RowBits(1)
+        self._start, self._touched, self._read_only = start, touched, read_only
+        self._transfer: Transfer | None = None
+        self._direct_fd = -1
+        self._options = ("auto", True, 16, 120.0)
+        status = os.fstat(fd)
+        self._same = (status.st_dev, status.st_ino, status.st_size)
+        self._kept = np.empty(0, dtype=np.int64)
+        self._current, self._spare = PageBuffer(), PageBuffer()
+
+    def choose(self, backend: str = "auto", direct: bool = True, threads: int = 16, timeout_s: float = 120.0) -> None:
+        """Pick the way, and say once which one runs. Raises ConfigError for io_uring where it is not permitted."""
+        self._options = (backend, direct, threads, timeout_s)
+        self.window = self._mapped = None
+        if backend == "mapping" or (backend == "auto" and self.fits_the_cache()):
+            self.window = self._map()
+        else:
+            self._transfer = open_transfer(backend, threads, timeout_s)
+            self._direct_fd = self._open_direct() if direct else -1
+        if self._direct_fd < 0 and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+        name = "mapping" if self._transfer is None else self._transfer.name
+        self.way = f"{name}, {'O_DIRECT' if self._direct_fd >= 0 else 'page cache'}"
+        log.info("disk store %s: %s; %s bytes on disk", self.path, self.way, f"{self.bytes_on_disk():,}")
+
+    def reconsider(self) -> None:
+        """After a flush: a mapped file that has outgrown the page cache is read with O_DIRECT from now on."""
+        if self.window is not None and self._options[0] == "auto" and not self.fits_the_cache():
+            self.choose(*self._options)
+
+    def fits_the_cache(self) -> bool:
+        """Whether the space that the file really uses is below half of the memory that is free."""
+        return self.bytes_on_disk() <= free_memory() // 2
+
+    def bytes_on_disk(self) -> int:
+        """Bytes that the file really uses; a sparse file uses less than its size."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def buffer_bytes(self) -> int:
+        """Bytes of the page buffers."""
+        return self._current.size + self._spare.size
+
+    def _map(self) -> np.ndarray:
+        """The row data as bytes, mapped with random advice: the read-ahead of one device was 8 MiB a row."""
+        access = mmap.ACCESS_COPY if self._read_only else mmap.ACCESS_WRITE  # torch wants memory that may be written
+        mapped = mmap.mmap(self.fd, self._same[2], access=access)
+        if hasattr(mmap, "MADV_RANDOM"):
+            mapped.madvise(mmap.MADV_RANDOM)
+            self._mapped, self._announced = mapped, RowBits(self._same[2] // PAGE)
+        return np.frombuffer(mapped, np.uint8, self.layout.data_bytes, self._start)
+
+    def announce(self, ids_n: np.ndarray) -> None:
+        """Before rows (in any order) are read through the mapping: pages asked for the first time are all requested at
+        once, since one fault after the other reads a cold file at a quarter of that speed."""
+        if self._mapped is None:
+            return
+        pages = self.layout.offsets(ids_n) // PAGE
+        fresh = np.unique(pages[~self._announced.get(pages)])
+        self._announced.set(fresh)
+        for page in fresh.tolist():
+            self._mapped.madvise(mmap.MADV_WILLNEED, self._start + page * PAGE, self.layout.pages_per_row * PAGE)
+
+    def _open_direct(self) -> int:
+        """A second descriptor with O_DIRECT, or -1 where the file system refuses a page through it."""
+        fd = -1
+        try:
+            fd = os.open(self.path, (os.O_RDONLY if self._read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_DIRECT)
+            status, page = os.fstat(fd), PageBuffer().take(PAGE).data
+            if (status.st_dev, status.st_ino) == self._same[:2] and os.preadv(fd, [page], 0) == PAGE:
+                os.fsync(fd)  # nothing of this file is left dirty in the page cache
+                return fd
+            raise OSError(errno.EINVAL, "a page could not be read")
+        except (OSError, AttributeError) as error:
+            if fd >= 0:
+                os.close(fd)
+            log.warning("disk store %s: no O_DIRECT here (%s): reading through the page cache", self.path, error)
+            return -1
+
+    def check(self, ids: np.ndarray) -> None:
+        """The file is still the one that was opened, whole: a mapping of one cut short would kill the process."""
+        with self.explained(ids):
+            status = os.fstat(self.fd)
+            if status.st_nlink == 0:
+                raise OSError(errno.ENOENT, "the file was removed or replaced while it was open")
+            if (status.st_dev, status.st_ino, status.st_size) != self._same:
+                raise OSError(errno.EIO, f"the file has {status.st_size:,} bytes, it had {self._same[2]:,}")
+
+    @contextlib.contextmanager
+    def explained(self, ids: np.ndarray) -> Iterator[None]:
+        """Errors of the system, as RuntimeError naming file and row; `ids` are the rows that were wanted."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            self.forget()
+            row = self._row_of(error, ids)
+            raise RuntimeError(f"disk store {self.path}: row {row}: {error}") from error
+        except BaseException:
+            self.forget()
+            raise
+
+    def _row_of(self, error: Exception, ids: np.ndarray) -> str:
+        if len(ids) == 0:
+            return "none"
+        if isinstance(error, TransferError):  # the first wanted row that the failed piece of the file holds
+            ends = self.layout.offsets(ids) + self._start + self.layout.row_bytes
+            return str(int(ids[min(int(np.searchsorted(ends, error.place, side="right")), len(ids) - 1)]))
+        return f"{int(ids[0])} or another of {len(ids)}"
+
+    def read(self, ids_n: np.ndarray) -> np.ndarray:
+        """Touched rows [n] -> their bytes [n, b] in the file."""
+        if not len(ids_n):
+            return np.empty((0, self.layout.row_bytes), dtype=np.uint8)
+        if self.window is not None:
+            self.announce(ids_n)
+            return _windows(self.window, self.layout.row_bytes)[self.layout.offsets(ids_n)]
+        pages, places = self._pages_of(ids_n)
+        return _windows(self._load(pages, ids_n), self.layout.row_bytes)[places]
+
+    def before(self, ids_U: np.ndarray, keep_U: np.ndarray) -> np.ndarray:
+        """Rows about to be written -> the bytes [t, b] of those marked in `keep_U` (touched ones)."""
+        if self._direct_fd < 0:
+            return self.read(ids_U[keep_U])
+        pages, places = self._pages_of(ids_U)
+        return _windows(self._load(pages, ids_U, blank=True), self.layout.row_bytes)[places[keep_U]]
+
+    def write(self, ids_U: np.ndarray, new_Ub: np.ndarray) -> None:
+        """Rows [U] and their bytes [U, b] -> the file."""
+        if self._direct_fd < 0:
+            self.write_cached(ids_U, new_Ub)
+            return
+        pages, places = self._pages_of(ids_U)
+        buffer = self._load(pages, ids_U, blank=True)
+        _windows(buffer, self.layout.row_bytes)[places] = new_Ub
+        assert self._transfer is not None
+        with self.explained(ids_U):
+            self._transfer.write(self._direct_fd, *self._runs(pages, buffer, np.arange(len(pages)) * PAGE))
+
+    def _pages_of(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sorted rows -> the pages they lie on (distinct, counted from the row data), and each row's place in them."""
+        offsets = self.layout.offsets(ids)
+        first = offsets // PAGE
+        if self.layout.pages_per_row == 1:
+            pages = first[np.diff(first, prepend=-1) > 0]
+        else:
+            pages = np.unique(first[:, None] + np.arange(self.layout.pages_per_row))
+        return pages, np.searchsorted(pages, first) * PAGE + offsets % PAGE
+
+    def _load(self, pages: np.ndarray, ids: np.ndarray, blank: bool = False) -> np.ndarray:
+        """Pages -> their bytes, one after another. With O_DIRECT those of the latest call are not read again.
+
+        blank  do not read pages without a touched row: they are zero.
+        """
+        direct = self._direct_fd >= 0
+        if direct and len(pages) == len(self._kept) and np.array_equal(pages, self._kept):
+            return self._current.take(len(pages) * PAGE)
+        buffer = self._spare.take(len(pages) * PAGE)
+        view = buffer.reshape(-1, PAGE)
+        missing = np.arange(len(pages))
+        if direct and len(self._kept):
+            place = np.minimum(np.searchsorted(self._kept, pages), len(self._kept) - 1)
+            same = self._kept[place] == pages
+            view[same] = self._current.take(len(self._kept) * PAGE).reshape(-1, PAGE)[place[same]]
+            missing = missing[~same]
+        if blank and len(missing):
+            written = np.zeros(len(missing), dtype=bool)
+            for rows in self.layout.rows_on(pages[missing]):
+                written |= self._touched.get(rows)
+            view[missing[~written]] = 0
+            missing = missing[written]
+        if len(missing):
+            assert self._transfer is not None
+            fd = self._direct_fd if direct else self.fd
+            with self.explained(ids):
+                self._transfer.read(fd, *self._runs(pages[missing], buffer, missing * PAGE))
+        if direct:
+            self._spare, self._current, self._kept = self._current, self._spare, pages
+        return buffer
+
+    def _runs(
+        self, pages: np.ndarray, buffer: np.ndarray, starts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Sorted pages and their places in a buffer -> requests; neighbours in both are one, up to RUN_PAGES."""
+        breaks = np.ones(len(pages), dtype=bool)
+        breaks[1:] = (pages[1:] - pages[:-1] != 1) | (starts[1:] - starts[:-1] != PAGE)
+        begins = np.flatnonzero(breaks)
+        inside = np.arange(len(pages)) - np.repeat(begins, np.diff(begins, append=len(pages)))
+        begins = np.flatnonzero(inside % RUN_PAGES == 0)
+        lengths = np.diff(begins, append=len(pages)) * PAGE
+        return pages[begins] * PAGE + self._start, lengths, buffer, starts[begins]
+
+    def write_cached(self, ids: np.ndarray, bytes_Ub: np.ndarray) -> None:
+        """Sorted distinct rows and their bytes -> the file, through the page cache."""
+        length = self.layout.row_bytes
+        offsets = self.layout.offsets(ids)
+        begins = np.flatnonzero(np.diff(offsets, prepend=-1 - length) != length)
+        lengths = np.diff(begins, append=len(ids)) * length
+        with self.explained(ids):
+            flat = np.ascontiguousarray(bytes_Ub).reshape(-1)
+            write_inline(self.fd, offsets[begins] + self._start, lengths, flat, begins * length)
+
+    def forget(self) -> None:
+        """Drop the page buffers: after a failure a late request may still write into them."""
+        self._current, self._spare = PageBuffer(), PageBuffer()
+        self._kept = np.empty(0, dtype=np.int64)
+
+    def close(self) -> None:
+        """Let go of threads, ring, mapping and the descriptor with O_DIRECT."""
+        if self._transfer is not None:
+            self._transfer.close()
+        self._transfer = self.window = self._mapped = None
+        if self._direct_fd >= 0:
+            os.close(self._direct_fd)
+        self._direct_fd = -1
+
+
+def _windows(flat: np.ndarray, length: int) -> np.ndarray:
+    """Bytes [N] -> a view [N - length + 1, length] whose row i is the `length` bytes from byte i on."""
+    return np.lib.stride_tricks.as_strided(flat, (len(flat) - length + 1, length), (1, 1))

@@ -36,6 +36,7 @@ TARGETS = {
     "info": "engram.info:machine",
     "bench": "engram.eval.bench:run",
     "overlap": "engram.eval.overlap:run_config",
+    "plan": "engram.eval.plan:run_config",
 }
 """Command -> "module:function". The function takes keyword arguments and returns plain data or None."""
 
@@ -45,6 +46,7 @@ VIEWS = {
     "info": "engram.info:print_machine",
     "bench": "engram.eval.bench:show",
     "overlap": "engram.eval.overlap:show",
+    "plan": "engram.eval.plan:show",
 }
 """Command -> "module:function" that prints its result for a person; the others get `_print_summary`."""
 
@@ -231,6 +233,12 @@ def _overlap(
 ) -> None:
     """Measure how much of the retrieval each layer placement hides."""
     _run("overlap", as_json, debug, config=config, overrides=overrides or [], out=out)
+
+
+@app.command("plan")
+def _plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """What a placement costs, from a model of the hardware: CONFIG is a YAML file or a preset's name."""
+    _run("plan", as_json, debug, config=config, overrides=overrides or [])
 
 
 def _failed(result: Any) -> bool:

@@ -19,9 +19,10 @@ from __future__ import annotations
 import os
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,16 +34,18 @@ from torch import Tensor
 
 import engram.optim
 from engram.attaching import Handle, attach
-from engram.backbone import BackboneConfig, build
+from engram.backbone import BackboneConfig, active_flops, build
 from engram.config import EngramConfig
 from engram.eval.figures import exposed_by_layer, save_png
+from engram.eval.plan import Speed, exposed_times, fetch_time
 from engram.eval.report import write_json
 from engram.info import machine
 from engram.prefetch import Fetcher
-from engram.stores import HostStore, TableSpec
+from engram.stores import DiskStore, HostStore, TableSpec
 from engram.strict import apply_overrides, check_fields, from_dict, load_yaml, require, to_dict
 
 NOISE = 0.05
+FILL = 65_536  # rows written to a new file at a time
 VARIANTS = ("without", "ready", "sync", "prefetch")
 Phase = Literal["prefill", "decode", "train"]
 
@@ -59,7 +62,9 @@ class Emulation:
 class OverlapConfig:
     """What is measured.
 
-    placements  lists of 0-based memory blocks. stores: "host", "pinned", "device", or names of `emulated`.
+    placements  lists of 0-based memory blocks.
+    stores      "device", "host", "pinned", "disk", or names of `emulated`.
+    disk        options of DiskStore ("backend", "direct", "threads"); the file is made in `folder` and removed again.
     phases      "prefill", "decode" (one token a sequence), "train" (forward, backward, update).
     memory      EngramConfig fields; layers, placement and hidden size are filled in.
     pool        different batches that take turns, so that rows are not in the processor's cache.
@@ -71,6 +76,8 @@ class OverlapConfig:
     placements: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,))
     stores: tuple[str, ...] = ("host",)
     emulated: dict[str, Emulation] = field(default_factory=dict)
+    disk: dict[str, Any] = field(default_factory=dict)
+    folder: str | None = None
     phases: tuple[Phase, ...] = ("prefill", "train")
     vocab_size: int = 4096
     batch: int = 4
@@ -83,7 +90,7 @@ class OverlapConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        known = ("device", "host", "pinned", *self.emulated)
+        known = ("device", "host", "pinned", "disk", *self.emulated)
         for store in self.stores:
             require(store in known, f"stores: {store!r} is not known; use {', '.join(known)}")
         for layers in self.placements:
@@ -97,8 +104,8 @@ class OverlapConfig:
         require(self.rounds >= 3, f"rounds: {self.rounds} must be at least 3")
 
     def engram(self, layers: tuple[int, ...], store: str) -> EngramConfig:
-        """The memory of one cell. Emulated stores are host stores that take their time."""
-        placement = "host" if store in self.emulated else store
+        """The memory of one cell. Emulated stores are host stores that take their time; the file is put in later."""
+        placement = "host" if store == "disk" or store in self.emulated else store
         filled = {"hidden_size": self.backbone.hidden_size, "seed": self.seed, **self.memory}
         return from_dict(EngramConfig, {**filled, "layers": layers, "placement": placement}, "memory")
 
@@ -140,12 +147,16 @@ def measure(cfg: OverlapConfig, quiet: bool = False) -> dict[str, Any]:
     plan = [(layers, store) for layers in cfg.placements for store in cfg.stores]
     cells = []
     try:
-        with Progress(console=Console(stderr=True), disable=quiet) as bar:
+        with (
+            tempfile.TemporaryDirectory(prefix="engram-overlap-", dir=cfg.folder) as folder,
+            Progress(console=Console(stderr=True), disable=quiet) as bar,
+        ):
             for layers, store in bar.track(plan, description="overlap"):
-                site = Site(cfg, layers, store)
+                site = Site(cfg, layers, store, Path(folder))
                 for phase in cfg.phases:
                     for launch in ("entry", "ahead") if phase == "train" else ("entry",):
                         cells.append(Cell(site, phase, launch).measure())
+                site.handle.memory.close()
         return {"config": to_dict(cfg), "hardware": machine(), "cells": cells, "first_hidden": first_hidden(cells)}
     finally:
         torch.set_num_threads(before)
@@ -154,16 +165,33 @@ def measure(cfg: OverlapConfig, quiet: bool = False) -> dict[str, Any]:
 class Site:
     """A model with memory at one placement, rows in one store; made once for all phases."""
 
-    def __init__(self, cfg: OverlapConfig, layers: tuple[int, ...], store: str) -> None:
+    def __init__(self, cfg: OverlapConfig, layers: tuple[int, ...], store: str, folder: Path) -> None:
         self.cfg, self.layers, self.store = cfg, layers, store
         self.model = build(cfg.backbone, cfg.vocab_size, cfg.seed)
         self.handle: Handle = attach(self.model, cfg.engram(layers, store))
         for layer in layers:
             table = self.handle.memory.layer(layer).table
-            if store in cfg.emulated:
-                slow = EmulatedStore(table.store.spec, cfg.emulated[store])
-                table.store, table.fetcher = slow, Fetcher(slow, f"memory layer {layer}")
-            table.store.rows.uniform_(-0.02, 0.02)  # every page real, in a fraction of the time of initial values
+            other = self._other_store(table.store.spec, folder)
+            if other is not None:
+                del table.store
+                table.store, table.fetcher = other, Fetcher(other, f"memory layer {layer}")
+            if hasattr(table.store, "rows"):
+                table.store.rows.uniform_(-0.02, 0.02)  # every page real, in a fraction of the time of initial values
+
+    def _other_store(self, spec: TableSpec, folder: Path) -> Any:
+        """The emulated link or the file that takes the place of host rows; None for a store that is there already."""
+        if self.store in self.cfg.emulated:
+            return EmulatedStore(spec, self.cfg.emulated[self.store])
+        if self.store != "disk":
+            return None
+        path = folder / f"{spec.rows}.safetensors"  # tables of equal size share a file, one after another
+        made = path.exists()
+        store = DiskStore(path, replace(spec, seed=0), "overlap", **self.cfg.disk)
+        for start in range(0, 0 if made else spec.rows, FILL):
+            ids = torch.arange(start, min(start + FILL, spec.rows))
+            store.update(ids, torch.empty(len(ids), spec.width).uniform_(-0.02, 0.02))
+        store.commit_checkpoint(store.prepare_checkpoint())
+        return store
 
 
 class Cell:
@@ -202,6 +230,7 @@ class Cell:
             "layers": list(self.layers),
             "store": self.store,
             "kind": stats[0].kind,
+            "way": getattr(stats[0], "way", "memory"),
             "phase": self.phase,
             "launch": self.launch,
             "batch": self.cfg.batch,
@@ -209,8 +238,31 @@ class Cell:
             "rows_per_token": len(self.layers) * self.handle.memory.cfg.columns,
             "row_bytes": 4 * self.handle.memory.cfg.head_dim,
             "resident_bytes": sum(sum(store.bytes_held().values()) for store in stats),
-            **summarise_times(times),
+            **self._with_prediction(summarise_times(times)),
         }
+
+    def _with_prediction(self, cell: dict[str, Any]) -> dict[str, Any]:
+        """Add what the model of `engram plan` says the exposed time is, and how far the measurement is from it.
+
+        The fetch is the link's arithmetic where it is emulated, else the measured one; blocks take equal parts of the
+        step without memory that belong to blocks by FLOPs. A training step hides one batch ahead behind all of itself;
+        launched at entry it has no prediction, since how the step divides into forward and backward is not measured.
+        """
+        predicted, link = None, self.cfg.emulated.get(self.store)
+        fetch = cell["fetch"]
+        if link is not None:
+            reads = self.batches[0].numel() * self.handle.memory.cfg.columns
+            speed = Speed(bandwidth=link.bandwidth, latency=link.latency)
+            fetch = fetch_time(speed, reads, 4 * self.handle.memory.cfg.head_dim)[0]
+        if self.launch == "ahead":
+            predicted = max(0.0, fetch - cell["t_ready"])
+        elif self.phase != "train" and len(self.layers) == 1:
+            flops = active_flops(self.cfg.backbone, self.batches[0].shape[1], self.cfg.vocab_size)
+            share = flops["total"] / (flops["total"] + flops["head"])
+            blocks = [cell["t_without"] * share / self.cfg.backbone.blocks] * self.cfg.backbone.blocks
+            predicted = exposed_times({self.layers[0]: fetch}, blocks, 0.0, "entry")[self.layers[0]][1]
+        error = None if predicted is None else cell["exposed"] - predicted
+        return {**cell, "predicted": predicted, "prediction_error": error}
 
     def without(self) -> float:
         """A step with memory switched off."""
@@ -306,16 +358,22 @@ def first_hidden(cells: list[dict[str, Any]]) -> dict[str, int | None]:
 
 def show(found: dict[str, Any]) -> None:
     """Print the cells as a table, times in milliseconds."""
-    heads = ("blocks", "store", "phase", "launch", *VARIANTS, "fetch", "exposed", "hidden", "overhead")
+    heads = ("blocks", "store", "phase", "launch", *VARIANTS, "fetch", "exposed", "plan", "hidden", "overhead")
     table = Table(*heads, title="milliseconds, medians", title_justify="left")
     for cell in found["cells"]:
         times = [f"{1e3 * cell[f't_{name}']:.1f}" for name in VARIANTS]
         hidden = "noise" if cell["hidden"] is None else f"{cell['hidden']:.0%}"
         table.add_row(
             "+".join(map(str, cell["layers"])), cell["store"], cell["phase"], cell["launch"], *times,
-            f"{1e3 * cell['fetch']:.1f}", f"{1e3 * cell['exposed']:.1f}", hidden, f"{cell['overhead']:+.1%}",
+            f"{1e3 * cell['fetch']:.1f}", f"{1e3 * cell['exposed']:.1f}",
+            "–" if cell["predicted"] is None else f"{1e3 * cell['predicted']:.1f}", hidden, f"{cell['overhead']:+.1%}",
         )  # fmt: skip
     console = Console(width=None if os.isatty(1) else 140)
     console.print(table)
+    errors = [abs(cell["prediction_error"]) for cell in found["cells"] if cell["prediction_error"] is not None]
+    if errors:
+        console.print(
+            f"exposed time against the model of engram plan: median error {1e3 * statistics.median(errors):.1f} ms"
+        )
     for key, layer in found["first_hidden"].items():
         console.print(f"{key}: first block with nothing exposed: {'none' if layer is None else layer}")

@@ -31,6 +31,7 @@ COMMANDS = {
     "info": COMMON,
     "bench": {"--rounds", *COMMON},
     "overlap": {"config", "--set", "--out", *COMMON},
+    "plan": {"config", "--set", *COMMON},
 }
 """Frozen: whoever adds or renames a command or an option changes this table, the README and the changelog with it."""
 

@@ -67,9 +67,9 @@ def test_an_emulated_link_takes_at_least_its_arithmetic() -> None:
     assert overlap.time.perf_counter() - began >= 0.02
 
 
-def test_the_variants_fetch_when_they_say_they_do() -> None:
+def test_the_variants_fetch_when_they_say_they_do(tmp_path: Path) -> None:
     """Counted, not timed: who launches how many fetches, and for which forward."""
-    site = Site(_config(stores=["host"]), (1,), "host")
+    site = Site(_config(stores=["host"]), (1,), "host", tmp_path)
     table = site.handle.memory.layer(1).table
     assert table.fetcher is not None
     counters = table.fetcher.counters
@@ -98,11 +98,23 @@ def test_every_cell_is_measured_and_complete() -> None:
     json.dumps(found)
 
 
+def test_rows_in_a_file_are_measured_and_the_file_is_gone_afterwards(tmp_path: Path) -> None:
+    cfg = _config(stores=["disk"], folder=str(tmp_path), disk={"backend": "threads", "direct": False})
+    found = measure(cfg, quiet=True)
+    assert len(found["cells"]) == 12 and not list(tmp_path.iterdir())
+    for cell in found["cells"]:
+        assert cell["kind"] == "disk" and "threads" in cell["way"] and cell["resident_bytes"] > 0
+
+
 def test_an_exposed_fetch_at_block_0_is_seen() -> None:
     """A link of 60 ms in front of a forward of a millisecond: nothing can hide it at the first block."""
     cfg = _config(stores=["link"], emulated={"link": {"latency": 0.06}}, placements=[[0]], phases=["prefill"], rounds=5)
     cell = measure(cfg, quiet=True)["cells"][0]
     assert cell["fetch"] > 0.03 and cell["hidden"] < 0.5
+    assert cell["predicted"] == pytest.approx(0.06 + 12 * 2 * 32 / 1e9), (
+        "the link's arithmetic, and no window at block 0"
+    )
+    assert cell["prediction_error"] == pytest.approx(cell["exposed"] - cell["predicted"])
     assert first_hidden([cell]) == {"link/prefill/entry": None}
 
 
@@ -122,7 +134,7 @@ def test_the_command_writes_json_and_a_figure(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stores": ["tape"]}, "stores: 'tape' is not known; use device, host, pinned, link"),
+        ({"stores": ["tape"]}, "stores: 'tape' is not known; use device, host, pinned, disk, link"),
         ({"placements": [[2]]}, r"placements: \[2\]; the backbone has blocks 0..1"),
         ({"phases": ["sleep"]}, "phases"),
         ({"rounds": 1}, "rounds: 1 must be at least 3"),

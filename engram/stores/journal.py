@@ -178,7 +178,7 @@ def read_records(path: Path, key: JournalKey) -> Iterator[Record]:
             yield record
             number += 1
         file.seek(start)
-        if _record_follows(file.read()):
+        if _more_follows(file.read(), number):
             raise ConfigError(
                 f"path: {path}: damaged at byte {start:,} with whole records behind it; its table cannot be rolled "
                 f"back to the checkpoint: use a copy of the table"
@@ -207,8 +207,10 @@ def _whole_head(head: bytes) -> bool:
     return bool(_SUM.unpack(head[_RECORD.size : RECORD_HEADER])[0] == zlib.crc32(head[: _RECORD.size]))
 
 
-def _record_follows(rest: bytes) -> bool:
-    """Whether a record begins behind the first byte of `rest`."""
+def _more_follows(rest: bytes, number: int) -> bool:
+    """Whether what could not be read as record `number` is damage: one with another number, or more records behind."""
+    if _whole_head(rest[:RECORD_HEADER]) and _RECORD.unpack(rest[: _RECORD.size])[1] != number:
+        return True
     at = rest.find(RECORD_MAGIC, 1)
     while at >= 0:
         if _whole_head(rest[at : at + RECORD_HEADER]):

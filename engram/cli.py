@@ -37,6 +37,7 @@ TARGETS = {
     "bench": "engram.eval.bench:run",
     "overlap": "engram.eval.overlap:run_config",
     "plan": "engram.eval.plan:run_config",
+    "quantize": "engram.train.quantize:convert_run",
 }
 """Command -> "module:function". The function takes keyword arguments and returns plain data or None."""
 
@@ -239,6 +240,18 @@ def _overlap(
 def _plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
     """What a placement costs, from a model of the hardware: CONFIG is a YAML file or a preset's name."""
     _run("plan", as_json, debug, config=config, overrides=overrides or [])
+
+
+@app.command("quantize")
+def _quantize(
+    run: Run,
+    format: Annotated[str, typer.Option("--format", help="bf16, fp8_e4m3, int8 or lut3.")],
+    out: Out = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Store a run's rows in fewer bits; report the error of each row, and the loss before and after."""
+    _run("quantize", as_json, debug, run=run, format=format, out=out)
 
 
 def _failed(result: Any) -> bool:

@@ -372,8 +372,6 @@ def show(found: dict[str, Any]) -> None:
     console.print(table)
     errors = [abs(cell["prediction_error"]) for cell in found["cells"] if cell["prediction_error"] is not None]
     if errors:
-        console.print(
-            f"exposed time against the model of engram plan: median error {1e3 * statistics.median(errors):.1f} ms"
-        )
+        console.print(f"exposed time against engram plan: median error {1e3 * statistics.median(errors):.1f} ms")
     for key, layer in found["first_hidden"].items():
         console.print(f"{key}: first block with nothing exposed: {'none' if layer is None else layer}")

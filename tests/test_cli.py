@@ -32,6 +32,7 @@ COMMANDS = {
     "bench": {"--rounds", *COMMON},
     "overlap": {"config", "--set", "--out", *COMMON},
     "plan": {"config", "--set", *COMMON},
+    "quantize": {"run", "--format", "--out", *COMMON},
 }
 """Frozen: whoever adds or renames a command or an option changes this table, the README and the changelog with it."""
 

@@ -111,9 +111,7 @@ def test_an_exposed_fetch_at_block_0_is_seen() -> None:
     cfg = _config(stores=["link"], emulated={"link": {"latency": 0.06}}, placements=[[0]], phases=["prefill"], rounds=5)
     cell = measure(cfg, quiet=True)["cells"][0]
     assert cell["fetch"] > 0.03 and cell["hidden"] < 0.5
-    assert cell["predicted"] == pytest.approx(0.06 + 12 * 2 * 32 / 1e9), (
-        "the link's arithmetic, and no window at block 0"
-    )
+    assert cell["predicted"] == pytest.approx(0.06 + 12 * 2 * 32 / 1e9), "no window at block 0"
     assert cell["prediction_error"] == pytest.approx(cell["exposed"] - cell["predicted"])
     assert first_hidden([cell]) == {"link/prefill/entry": None}
 

@@ -21,6 +21,7 @@ from engram.train import loop, snapshots
 from engram.train.evaluate import open_run
 from engram.train.evaluate import run as evaluate
 from engram.train.loop import Interrupted, train_run
+from engram.train.quantize import convert_run
 from engram.train.recipe import OptimizerConfig, TrainConfig
 
 STEPS = 10
@@ -302,6 +303,28 @@ def test_evaluating_a_run_again_gives_its_own_numbers(recipe: dict[str, Any], tm
     assert rows["usage"] and (tmp_path / "rows.json").is_file() and (tmp_path / "eval-gates.json").is_file()
     with pytest.raises(ConfigError, match="holds no run"):
         evaluate("loss", str(tmp_path / "nothing"))
+
+
+def test_quantised_rows_are_read_from_their_file_and_cost_what_is_reported(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    memory = {**recipe["memory"], "head_dim": 32, "rows": 50}
+    metrics = train_run(_config(recipe, rho=None, memory=memory), tmp_path, quiet=True)["metrics"]
+    reports = {name: convert_run(str(tmp_path), name) for name in ("fp32", "bf16", "fp8_e4m3", "int8", "lut3")}
+    assert reports["fp32"]["difference"] == 0.0 and reports["fp32"]["layers"]["1"]["error"]["q100"] == 0.0
+    errors = [reports[name]["layers"]["1"]["error"]["q50"] for name in ("bf16", "int8", "fp8_e4m3", "lut3")]
+    assert errors == sorted(errors) and 0 < errors[0] < 0.01 < errors[-1] < 0.4
+    for report in reports.values():
+        assert report["loss_before"] == pytest.approx(metrics["loss"], rel=1e-6)
+        assert (
+            report["layers"]["1"]["bytes_after"] == report["layers"]["1"]["rows"] * report["layers"]["1"]["row_bytes"]
+        )
+    assert 0 < abs(reports["lut3"]["difference"]) < 0.5
+    assert (tmp_path / "lut3" / "quantized.json").is_file()
+    with pytest.raises(ConfigError, match="exists; choose another folder"):
+        convert_run(str(tmp_path), "lut3")
+    with pytest.raises(ConfigError, match="format: 'fp4'"):
+        convert_run(str(tmp_path), "fp4")
 
 
 def test_a_run_without_memory_has_no_gates(recipe: dict[str, Any], tmp_path: Path) -> None:

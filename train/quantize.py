@@ -3,7 +3,7 @@
     engram quantize runs/smoke-0 --format lut3 --out runs/smoke-0/lut3
 
 Writes one row file a layer, which a memory with `placement: disk`, this `path` and this `row_dtype` reads. The report
-has the error of each row (relative RMS: its quantiles) and the held-out loss before and after, from the very file written.
+has the error of each row (relative RMS: its quantiles) and the held-out loss before and after, from the file written.
 """
 
 from __future__ import annotations

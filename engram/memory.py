@@ -104,7 +104,7 @@ class Memory(nn.Module):
         asked = (ids_BT, segment_ids, blocked, mask)
         step = self._take_ahead(asked)
         if step is None:
-            step = self._hash(*asked)
+            step = self.hash_ids(*asked)
             if self.launch_at == "entry":
                 self._launch(step, ahead=False)
         self.forwards += 1
@@ -131,8 +131,14 @@ class Memory(nn.Module):
         while len(self._ahead) >= AHEAD:
             for ticket in self._ahead.pop(0).tickets.values():
                 ticket.drop()
-        self._ahead.append(self._hash(ids_BT, segment_ids, blocked, mask))
+        self._ahead.append(self.hash_ids(ids_BT, segment_ids, blocked, mask))
         self._launch(self._ahead[-1], ahead=True)
+
+    def drop_ahead(self) -> None:
+        """Forget every prefetched forward."""
+        while self._ahead:
+            for ticket in self._ahead.pop().tickets.values():
+                ticket.drop()
 
     def ahead(self) -> list[Step]:
         """The prefetched forwards that have not begun, oldest first."""
@@ -148,7 +154,14 @@ class Memory(nn.Module):
         for module in self.modules_by_layer():
             module.table.close()
 
-    def _hash(self, ids_BT: Tensor, segment_ids: Tensor | None, blocked: Tensor | None, mask: Tensor | None) -> Step:
+    def hash_ids(
+        self,
+        ids_BT: Tensor,
+        segment_ids: Tensor | None = None,
+        blocked: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Step:
+        """The row numbers of a forward for all layers, nothing fetched yet."""
         first = self.layer(self.cfg.layers[0])
         window_BTN = first.hash.window(ids_BT, segment_ids=segment_ids, blocked=blocked, mask=mask)
         rows = {layer: self.layer(layer).hash.rows_of_window(window_BTN) for layer in self.cfg.layers}
@@ -240,7 +253,14 @@ class Memory(nn.Module):
         """The memory layers in the order of the configuration."""
         return [self.layer(layer) for layer in self.cfg.layers]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles begin without forwards under way: fetches cannot be copied."""
+        return {**self.__dict__, "_step": None, "_ahead": []}
+
     def _begin(self, step: Step) -> Step:
+        if self._step is not None:
+            for ticket in self._step.tickets.values():
+                ticket.drop()
         step.with_grad = torch.is_grad_enabled()
         if self._recomputed:  # the backward of the forwards so far has run
             self._pending, self._recomputed = 0, False

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from engram.config import ConfigError
-from engram.kernels.dispatch import elementwise_adam, rowwise_adagrad, rowwise_adam
+from engram.kernels.dispatch import elementwise_adam, prepare, rowwise_adagrad, rowwise_adam
 from engram.stores import TableSpec
 from engram.strict import choice, require
 from engram.table import RowProxy, Table
@@ -61,6 +61,8 @@ def build(
             groups["rows" if isinstance(parameter, RowProxy) else dense].append(parameter)
     if not any(groups.values()):
         raise ConfigError("optimizer: the model has no trainable parameter and no trainable row")
+    if groups["rows"]:
+        prepare()
     defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rule": None, "name": "added"}
     fields: dict[str, dict[str, Any]] = {
         "decay": {},
@@ -159,7 +161,7 @@ class EngramOptimizer(torch.optim.Optimizer):
         if group["weight_decay"]:
             values_UW = values_UW * (1 - group["lr"] * group["weight_decay"])
         state["step"] += 1
-        table.write(ids_U, _apply_rule(group, state, ids_U, values_UW, grads_UW))
+        table.write(ids_U, _apply_rule(group, state, ids_U, values_UW, grads_UW), int(state["step"]))
         table.updates += group["lr"] > 0
         proxy.applied()
 

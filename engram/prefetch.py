@@ -68,23 +68,30 @@ class _Update:
 
 @dataclass
 class Ticket:
-    """A fetch under way: `wait` gives the rows, and gives them again to a recomputation, as a tensor of its own."""
+    """A fetch under way: `wait` gives the rows, and gives them again to a recomputation, as a tensor of its own.
+
+    included  number of writes that the values of the last `wait` include.
+    """
 
     fetcher: Fetcher
     ids_n: Tensor
     future: Future[Tensor]
-    number: int
+    included: int
+    loads: int
     ahead: bool = False
     _values: Tensor | None = field(default=None, repr=False)
 
     def wait(self) -> Tensor:
-        """The values [n, W] of the rows. Raises RuntimeError naming store, rows and cause when the fetch failed."""
-        if self._values is None:
+        """The values [n, W] of the rows as of now. Raises RuntimeError naming store, rows and cause if it failed.
+
+        Values that were handed out before are given again only while no write came in between.
+        """
+        if self._values is None or self.fetcher.outdated(self):
             self._values = self.fetcher.finish(self)
         return self._values.detach()
 
     def drop(self) -> None:
-        """This fetch will not be used."""
+        """Writes need not be kept for this ticket; if it is asked all the same, it reads again."""
         self.fetcher.forget(self)
 
 
@@ -103,16 +110,19 @@ class Fetcher:
             1, thread_name_prefix=f"engram-{name}", initializer=torch.set_num_threads, initargs=(gather_threads(),)
         )
         self._lock = threading.Lock()
-        self._number = 0
+        self._number = self._loads = 0
+        self._failure: RuntimeError | None = None
+        self._pid = os.getpid()
         self._open: dict[int, Ticket] = {}
         self._recent: deque[_Update] = deque()
         self._writes: deque[Future[None]] = deque()
 
     def launch(self, ids_n: Tensor, ahead: bool = False) -> Ticket:
         """Start fetching rows [n]; returns at once."""
+        self._check_writes()
         ids_n = ids_n.detach().to(self.store.device)
         with self._lock:
-            ticket = Ticket(self, ids_n, self._submit(self._gather, ids_n), self._number, ahead)
+            ticket = Ticket(self, ids_n, self._submit(self._gather, ids_n), self._number, self._loads, ahead)
             self._open[id(ticket)] = ticket
         return ticket
 
@@ -125,8 +135,7 @@ class Fetcher:
 
         Raises RuntimeError when an earlier write failed.
         """
-        while self._writes and self._writes[0].done():
-            self._result(self._writes.popleft(), "writing rows", None)
+        self._check_writes()
         ids_U, values_UW = ids_U.detach().to(self.store.device), values_UW.detach().to(self.store.device)
         with self._lock:
             self._number += 1
@@ -142,9 +151,18 @@ class Fetcher:
 
     def flush(self) -> None:
         """Wait until every write has reached the store, and the store its place."""
-        while self._writes:
-            self._result(self._writes.popleft(), "writing rows", None)
+        self._check_writes(wait=True)
         self._result(self._submit(self.store.flush), "flushing", None)
+
+    def replaced(self) -> None:
+        """The store's rows were replaced from outside (a state was loaded): fetches under way are no longer right."""
+        with self._lock:
+            self._loads += 1
+            self._recent.clear()
+
+    def outdated(self, ticket: Ticket) -> bool:
+        """Whether a write (or a load) came after what this ticket's values include."""
+        return self.exact and (ticket.included != self._number or ticket.loads != self._loads)
 
     def close(self) -> None:
         """End the worker and close the store. `flush` before it tells whether every write has succeeded."""
@@ -154,18 +172,26 @@ class Fetcher:
     def finish(self, ticket: Ticket) -> Tensor:
         """Wait for a ticket's rows and bring them up to date; see `Ticket.wait`."""
         began = time.perf_counter()
+        first = ticket._values is None
         try:
             values_nW = self._result(ticket.future, "fetching", ticket.ids_n)
         finally:
             with self._lock:
                 self._open.pop(id(ticket), None)
-                later = [update for update in self._recent if update.number > ticket.number]
+                now, loads = self._number, self._loads
+                later = [update for update in self._recent if update.number > ticket.included]
+                complete = len(later) == now - ticket.included and loads == ticket.loads and first
                 self._prune()
-        if self.exact:
+        if not self.exact and first:
+            later, complete = [], True
+        if complete:
             for update in later:
                 self.counters.patched_rows += patch(values_nW, ticket.ids_n, update.ids_U, update.values_UW)
+        else:  # the writes in between are not all known any more: read again
+            values_nW = self._result(self._submit(self._gather, ticket.ids_n), "fetching", ticket.ids_n)
+        ticket.included, ticket.loads = now, loads
         self.counters.exposed_seconds += time.perf_counter() - began
-        self.counters.ahead += ticket.ahead
+        self.counters.ahead += ticket.ahead and first
         return values_nW
 
     def forget(self, ticket: Ticket) -> None:
@@ -175,7 +201,7 @@ class Fetcher:
             self._prune()
 
     def _prune(self) -> None:
-        oldest = min((ticket.number for ticket in self._open.values()), default=self._number)
+        oldest = min((ticket.included for ticket in self._open.values()), default=self._number)
         while self._recent and self._recent[0].number <= oldest:
             self._recent.popleft()
 
@@ -189,7 +215,20 @@ class Fetcher:
         self.counters.fetch_seconds += time.perf_counter() - began
         return values_nW
 
+    def _check_writes(self, wait: bool = False) -> None:
+        """Raise if a write has failed, now and ever after: the rows are no longer what the optimizer made them."""
+        if self._failure is not None:
+            raise RuntimeError(f"{self._where()}: an earlier write failed") from self._failure
+        while self._writes and (wait or self._writes[0].done()):
+            try:
+                self._result(self._writes.popleft(), "writing rows", None)
+            except RuntimeError as error:
+                self._failure = error
+                raise
+
     def _submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"{self._where()}: made by process {self._pid}; build the memory in this one")
         try:
             return self._worker.submit(call, *args)
         except RuntimeError as error:

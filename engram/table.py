@@ -26,8 +26,11 @@ from engram.hashing import splitmix64, total_rows
 from engram.kernels.dispatch import sum_duplicates
 from engram.prefetch import Fetcher, Ticket
 from engram.stores import DeferredDiskStore, DeviceStore, HostStore, PinnedStore, Store, TableSpec
+from engram.stores.formats import round_stochastic
 
 log = logging.getLogger("engram")
+TRAINED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Row formats that can be trained; the others are read."""
 
 
 class RowProxy(nn.Parameter):
@@ -117,11 +120,13 @@ def open_store(cfg: EngramConfig, layer: int, spec: TableSpec, identity: str) ->
         if cfg.path is None:
             raise ConfigError("path: placement 'disk' needs the folder of its row files")
         return DeferredDiskStore(Path(cfg.path) / f"layer-{layer}.safetensors", spec, identity, format=cfg.row_dtype)
-    if cfg.row_dtype != "fp32":
+    if cfg.row_dtype not in TRAINED:
         raise ConfigError(
-            f"row_dtype: {cfg.row_dtype!r} is not available for placement {cfg.placement!r} in this version; use 'fp32'"
+            f"row_dtype: {cfg.row_dtype!r} is not available for placement {cfg.placement!r} in this version; "
+            f"use one of {', '.join(TRAINED)}, or placement 'disk'"
         )
-    return {"device": DeviceStore, "host": HostStore, "pinned": PinnedStore}[cfg.placement](spec)
+    made = {"device": DeviceStore, "host": HostStore, "pinned": PinnedStore}[cfg.placement]
+    return made(spec, TRAINED[cfg.row_dtype])
 
 
 class Table(nn.Module):
@@ -144,7 +149,7 @@ class Table(nn.Module):
         self.proxy = RowProxy(torch.empty(0, cfg.head_dim))
         self.proxy.table = weakref.ref(self)
         self.updates = 0
-        if cfg.row_dtype != "fp32":
+        if cfg.row_dtype not in TRAINED:
             log.info("memory layer %d: rows are stored as %s and frozen", layer, cfg.row_dtype)
             self.trainable = False
 
@@ -159,7 +164,7 @@ class Table(nn.Module):
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
-        if value and self.cfg.row_dtype != "fp32":
+        if value and self.cfg.row_dtype not in TRAINED:
             raise ConfigError(f"row_dtype: rows stored as {self.cfg.row_dtype!r} cannot be trained in this version")
         self.proxy.requires_grad_(value)
 
@@ -171,23 +176,25 @@ class Table(nn.Module):
         `torch.func`, whose stand-ins for parameters cannot collect row gradients.
         """
         ids_n = rows_BTC.reshape(-1).to(self.store.device)
-        values_nW = self.read(ids_n) if ticket is None else ticket.wait()
+        if ticket is None and self.fetcher is not None:
+            ticket = self.fetcher.launch(ids_n)
+        values_nW = self.store.gather(ids_n) if ticket is None else ticket.wait()
         if torch.is_grad_enabled() and self.trainable:
             if not isinstance(self.proxy, RowProxy):
                 raise RuntimeError("table: functional calls replace the row proxy; rows learn by loss.backward() only")
             values_nW.requires_grad_()
-            values_nW.register_post_accumulate_grad_hook(_Collector(self.proxy, ids_n, self._read_at()))
+            values_nW.register_post_accumulate_grad_hook(_Collector(self.proxy, ids_n, self._read_at(ticket)))
         values_BTCW = values_nW.view(*rows_BTC.shape, self.cfg.head_dim)
         return values_BTCW.sum(dim=-2) if self.cfg.combine == "sum" else values_BTCW.flatten(-2)
 
-    def _read_at(self) -> int | None:
-        """Number of writes that values read now include; None where reading again is free, or may differ (stale)."""
-        return None if self.fetcher is None or not self.fetcher.exact else self.fetcher.written
+    def _read_at(self, ticket: Ticket | None) -> int | None:
+        """Number of writes that a ticket's values include; None where reading again is free, or may differ (stale)."""
+        return None if ticket is None or not ticket.fetcher.exact else ticket.included
 
     def touched_values(self) -> Tensor:
         """Current values [U, W] of the rows in `proxy.row_ids`: those of the forward, unless a write came between."""
         proxy = self.proxy
-        if proxy.row_values is not None and proxy.read_at == self._read_at():
+        if proxy.row_values is not None and self.fetcher is not None and proxy.read_at == self.fetcher.written:
             return proxy.row_values
         assert proxy.row_ids is not None
         return self.read(proxy.row_ids)
@@ -196,8 +203,14 @@ class Table(nn.Module):
         """Values [n, W] of rows as of now, a tensor of their own."""
         return self.store.gather(ids_n) if self.fetcher is None else self.fetcher.read(ids_n)
 
-    def write(self, ids_U: Tensor, values_UW: Tensor) -> None:
-        """New values of distinct rows, ascending; a later read sees them."""
+    def write(self, ids_U: Tensor, values_UW: Tensor, step: int = 0) -> None:
+        """New values of distinct rows, ascending; a later read sees them.
+
+        bf16 rows are rounded stochastically, by bits that depend on seed, row, column and `step` alone: rounding to the
+        nearest would lose every update smaller than half a step of the format.
+        """
+        if self.cfg.row_dtype == "bf16":
+            values_UW = round_stochastic(values_UW.float(), self.store.spec.seed, ids_U, step).float()
         if self.fetcher is None:
             self.store.update(ids_U, values_UW)
         else:
@@ -218,7 +231,11 @@ class Table(nn.Module):
         self.flush()
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Nothing of its own to load: see `_save_to_state_dict`."""
+        """Nothing of its own to load, but what was read or is still being written is no longer right."""
+        if self.fetcher is not None:
+            self.flush()
+            self.fetcher.replaced()
+        self.proxy.grad = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
         """Follow device moves; rows and proxy keep their dtype."""

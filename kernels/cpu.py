@@ -68,6 +68,14 @@ def _functions() -> Functions:
     return {"sum_sorted": sum_sorted, "adam": adam, "adagrad": adagrad}
 
 
+def compile_passes() -> None:
+    """Compile (or load from numba's cache) every pass, on one row."""
+    one = torch.ones(1, 1)
+    sum_duplicates(torch.zeros(1, dtype=torch.int64), one)
+    rowwise_adam(one, one, one[0], 0.0, 0.0, 1.0)
+    rowwise_adagrad(one, one, one[0], 0.0, 1.0)
+
+
 def serves(*tensors: Tensor) -> bool:
     """Whether these tensors can go through this file: fp32 or integers, on the CPU, outside tracing."""
     return all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.int64) for t in tensors)

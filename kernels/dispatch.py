@@ -35,6 +35,12 @@ def backend() -> str:
     return chosen
 
 
+def prepare() -> None:
+    """Compile what row updates need, so that the first step is not the slow one."""
+    if backend() == "numba":
+        cpu.compile_passes()
+
+
 def _numba(*tensors: Tensor) -> bool:
     return backend() == "numba" and cpu.serves(*tensors)
 
@@ -63,6 +69,7 @@ __all__ = [
     "backend",
     "elementwise_adam",
     "gate",
+    "prepare",
     "rms_norm",
     "rowwise_adagrad",
     "rowwise_adam",

@@ -24,13 +24,17 @@ import errno
 import logging
 import mmap
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from engram.stores.reading import PageBuffer, Transfer, TransferError, free_memory, open_transfer, write_inline
 from engram.stores.rowfile import PAGE, Layout, RowBits
+from engram.strict import ConfigError
 
 RUN_PAGES = 32  # pages next to each other that one request moves
 log = logging.getLogger("engram")
@@ -43,7 +47,7 @@ class RowAccess:
     start    byte at which the row data begins, a multiple of a page.
     touched  one bit a row; rows without it are zeros in the file and are never asked for by `read`.
     way      what runs, in words.
-    window   the mapped row data (uint8), where the way is a mapping.
+    window   the mapped row data as bytes, and `mapped` the same as a uint8 tensor, where the way is a mapping.
     """
 
     def __init__(
@@ -52,7 +56,8 @@ class RowAccess:
         self.path, self.fd, self.layout = path, fd, layout
         self.way = "not chosen yet"
         self.window: np.ndarray | None = None
-        self._mapped: mmap.mmap | None = None
+        self.mapped: Tensor | None = None
+        self._mapping: mmap.mmap | None = None
         self._announced = RowBits(1)
         self._start, self._touched, self._read_only = start, touched, read_only
         self._transfer: Transfer | None = None
@@ -64,12 +69,11 @@ class RowAccess:
         self._current, self._spare = PageBuffer(), PageBuffer()
 
     def choose(self, backend: str = "auto", direct: bool = True, threads: int = 16, timeout_s: float = 120.0) -> None:
-        """Pick the way, and say once which one runs. Raises ConfigError for io_uring where it is not permitted."""
+        """Pick the way, and say once which one runs. Raises ConfigError where the one asked for is not permitted."""
         self._options = (backend, direct, threads, timeout_s)
-        self.window = self._mapped = None
-        if backend == "mapping" or (backend == "auto" and self.fits_the_cache()):
-            self.window = self._map()
-        else:
+        self.window = self.mapped = self._mapping = None
+        mapped = (backend == "mapping" or (backend == "auto" and self.fits_the_cache())) and self._map(backend)
+        if not mapped:
             self._transfer = open_transfer(backend, threads, timeout_s)
             self._direct_fd = self._open_direct() if direct else -1
         if self._direct_fd < 0 and hasattr(os, "posix_fadvise"):
@@ -95,25 +99,42 @@ class RowAccess:
         """Bytes of the page buffers."""
         return self._current.size + self._spare.size
 
-    def _map(self) -> np.ndarray:
-        """The row data as bytes, mapped with random advice: the read-ahead of one device was 8 MiB a row."""
-        access = mmap.ACCESS_COPY if self._read_only else mmap.ACCESS_WRITE  # torch wants memory that may be written
-        mapped = mmap.mmap(self.fd, self._same[2], access=access)
+    def _map(self, backend: str) -> bool:
+        """Map the row data, with random advice (the read-ahead of one device was 8 MiB a row) -> whether it worked.
+
+        Raises ConfigError where it did not and "mapping" was asked for.
+        """
+        try:
+            mapping = mmap.mmap(
+                self.fd, self._same[2], access=mmap.ACCESS_READ if self._read_only else mmap.ACCESS_WRITE
+            )
+        except (OSError, ValueError, OverflowError) as error:
+            if backend == "mapping":
+                raise ConfigError(
+                    f"backend: 'mapping' of {self._same[2]:,} bytes is refused ({error}); raise the limit of address "
+                    f"space (ulimit -v), or use 'auto'"
+                ) from error
+            log.warning("disk store %s: no mapping here (%s)", self.path, error)
+            return False
         if hasattr(mmap, "MADV_RANDOM"):
-            mapped.madvise(mmap.MADV_RANDOM)
-            self._mapped, self._announced = mapped, RowBits(self._same[2] // PAGE)
-        return np.frombuffer(mapped, np.uint8, self.layout.data_bytes, self._start)
+            mapping.madvise(mmap.MADV_RANDOM)
+            self._mapping, self._announced = mapping, RowBits(self._same[2] // PAGE)
+        self.window = np.frombuffer(mapping, np.uint8, self.layout.data_bytes, self._start)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that memory is read-only: nobody writes through the tensor
+            self.mapped = torch.from_numpy(self.window)
+        return True
 
     def announce(self, ids_n: np.ndarray) -> None:
         """Before rows (in any order) are read through the mapping: pages asked for the first time are all requested at
         once, since one fault after the other reads a cold file at a quarter of that speed."""
-        if self._mapped is None:
+        if self._mapping is None:
             return
         pages = self.layout.offsets(ids_n) // PAGE
         fresh = np.unique(pages[~self._announced.get(pages)])
         self._announced.set(fresh)
         for page in fresh.tolist():
-            self._mapped.madvise(mmap.MADV_WILLNEED, self._start + page * PAGE, self.layout.pages_per_row * PAGE)
+            self._mapping.madvise(mmap.MADV_WILLNEED, self._start + page * PAGE, self.layout.pages_per_row * PAGE)
 
     def _open_direct(self) -> int:
         """A second descriptor with O_DIRECT, or -1 where the file system refuses a page through it."""
@@ -142,24 +163,23 @@ class RowAccess:
 
     @contextlib.contextmanager
     def explained(self, ids: np.ndarray) -> Iterator[None]:
-        """Errors of the system, as RuntimeError naming file and row; `ids` are the rows that were wanted."""
+        """Errors of the system, as RuntimeError naming file and row; `ids` are the rows that were wanted, or none."""
         try:
             yield
         except (OSError, RuntimeError) as error:
             self.forget()
-            row = self._row_of(error, ids)
-            raise RuntimeError(f"disk store {self.path}: row {row}: {error}") from error
+            raise RuntimeError(f"disk store {self.path}: {self._row_of(error, ids)}{error}") from error
         except BaseException:
             self.forget()
             raise
 
     def _row_of(self, error: Exception, ids: np.ndarray) -> str:
         if len(ids) == 0:
-            return "none"
+            return ""
         if isinstance(error, TransferError):  # the first wanted row that the failed piece of the file holds
             ends = self.layout.offsets(ids) + self._start + self.layout.row_bytes
-            return str(int(ids[min(int(np.searchsorted(ends, error.place, side="right")), len(ids) - 1)]))
-        return f"{int(ids[0])} or another of {len(ids)}"
+            return f"row {int(ids[min(int(np.searchsorted(ends, error.place, side='right')), len(ids) - 1)])}: "
+        return f"row {int(ids[0])}: " if len(ids) == 1 else f"row {int(ids[0])} or another of {len(ids)}: "
 
     def read(self, ids_n: np.ndarray) -> np.ndarray:
         """Touched rows [n] -> their bytes [n, b] in the file."""
@@ -262,7 +282,7 @@ class RowAccess:
         """Let go of threads, ring, mapping and the descriptor with O_DIRECT."""
         if self._transfer is not None:
             self._transfer.close()
-        self._transfer = self.window = self._mapped = None
+        self._transfer = self.window = self.mapped = self._mapping = None
         if self._direct_fd >= 0:
             os.close(self._direct_fd)
         self._direct_fd = -1

@@ -1,4 +1,4 @@
-"""Rows as one fp32 tensor on the module's device: HBM, or RAM on a machine without a GPU."""
+"""Rows as one tensor, fp32 or bf16, on the module's device: HBM, or RAM on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engram.stores.base import TableSpec, fill
 
 
 class DeviceStore(nn.Module):
-    """Rows as one fp32 tensor on the module's device (HBM, or RAM on a machine without a GPU).
+    """Rows as one tensor on the module's device (HBM, or RAM on a machine without a GPU), kept as fp32 or bf16.
 
     A buffer, not a parameter: it is in `state_dict()`, casts leave it alone, and a move from the meta device (or
     `to_empty`) gives the initial values again instead of uninitialised memory.
@@ -22,9 +22,9 @@ class DeviceStore(nn.Module):
 
     kind = "device"
 
-    def __init__(self, spec: TableSpec) -> None:
+    def __init__(self, spec: TableSpec, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.dtype = spec, dtype
         self._allocate(torch.get_default_device())
 
     @property
@@ -33,7 +33,7 @@ class DeviceStore(nn.Module):
 
     def _allocate(self, device: torch.device) -> None:
         # zeros come from the operating system untouched: a table costs nothing until its rows are used
-        self.register_buffer("rows", torch.zeros(self.spec.rows, self.spec.width, dtype=torch.float32, device=device))
+        self.register_buffer("rows", torch.zeros(self.spec.rows, self.spec.width, dtype=self.dtype, device=device))
         if not (self.spec.zeros or self.rows.is_meta):
             fill(self.rows, self.spec)
 
@@ -47,14 +47,14 @@ class DeviceStore(nn.Module):
         moved = fn(probe)
         if moved.is_meta or probe.is_meta or float(moved.to(torch.float32)) not in (number, _as_16_bit(number, moved)):
             self._allocate(moved.device)
-        elif moved.dtype == probe.dtype:
+        elif moved.dtype == probe.dtype == self.dtype:
             self.rows = fn(self.rows)
         else:
             self.rows = self.rows.to(moved.device)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Copy saved rows in as fp32, whatever their dtype; a table on the meta device becomes real first."""
+        """Copy saved rows in, whatever their dtype; a table on the meta device becomes real first."""
         metadata, strict, missing, _, errors = args[:5]
         saved = state_dict.get(prefix + "rows")
         if saved is None:
@@ -64,16 +64,19 @@ class DeviceStore(nn.Module):
             errors.append(
                 f"{prefix}rows: saved {list(saved.shape)}, this table has [{self.spec.rows}, {self.spec.width}]"
             )
-        elif metadata.get("assign_to_params_buffers", False) and saved.dtype == torch.float32:
+        elif metadata.get("assign_to_params_buffers", False) and saved.dtype == self.dtype:
             self.rows = saved
         else:
             if self.rows.is_meta:
-                self.rows = torch.empty(self.spec.rows, self.spec.width, dtype=torch.float32, device=saved.device)
+                self.rows = torch.empty(self.spec.rows, self.spec.width, dtype=self.dtype, device=saved.device)
             self.rows.copy_(saved)
 
     def gather(self, ids_n: Tensor, out: Tensor | None = None) -> Tensor:
         """Row numbers [n] -> values [n, W], fp32. Raises IndexError for a row outside the table (CPU)."""
-        return torch.index_select(self.rows, 0, ids_n, out=out)
+        if self.dtype == torch.float32:
+            return torch.index_select(self.rows, 0, ids_n, out=out)
+        values_nW = self.rows.index_select(0, ids_n)
+        return values_nW.float() if out is None else out.copy_(values_nW)
 
     def update(self, ids_U: Tensor, values_UW: Tensor) -> None:
         """Write the values of distinct rows, in place."""

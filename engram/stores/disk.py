@@ -110,6 +110,7 @@ class DiskStore:
 
         identity  None takes the file's own. `options` are those of the constructor. Raises ConfigError as that does.
         """
+        require(os.path.exists(path), f"path: {path}: there is no table here; name the file of the checkpoint")
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -254,7 +255,7 @@ class DiskStore:
             checkpoints = self._use()
             if self.read_only:
                 return
-            with self._rows_of_file.explained(np.zeros(1, dtype=np.int64)):
+            with self._rows_of_file.explained(np.empty(0, dtype=np.int64)):
                 checkpoints.sync()
                 self._settle()
             self._rows_of_file.reconsider()
@@ -315,9 +316,10 @@ class DiskStore:
 
     def _check_ids(self, ids_n: Tensor) -> np.ndarray:
         self._use()
-        ids = np.ascontiguousarray(
-            torch.as_tensor(ids_n).detach().cpu().numpy().reshape(-1).astype(np.int64, copy=False)
-        )
+        given = torch.as_tensor(ids_n)
+        if given.is_floating_point() or given.dtype == torch.bool:
+            raise TypeError(f"disk store {self.path}: row numbers are {given.dtype}; give integers")
+        ids = np.ascontiguousarray(given.detach().cpu().numpy().reshape(-1).astype(np.int64, copy=False))
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.spec.rows):
             row = int(ids[(ids < 0) | (ids >= self.spec.rows)][0])
             raise IndexError(f"disk store {self.path}: row {row} is outside the table of {self.spec.rows:,} rows")
@@ -326,9 +328,9 @@ class DiskStore:
     def _mapped(self) -> Tensor | None:
         """All rows [R, W] as one fp32 tensor over the mapping, where the way and the layout allow it."""
         access = self._rows_of_file
-        if access.window is None or self._rows.name != "fp32" or not access.layout.dense:
+        if access.mapped is None or self._rows.name != "fp32" or not access.layout.dense:
             return None
-        return torch.from_numpy(access.window.view(np.float32)).view(self.spec.rows, self.spec.width)
+        return access.mapped.view(torch.float32).view(self.spec.rows, self.spec.width)
 
     def _gather_mapped(self, rows_RW: Tensor, ids: np.ndarray, out: Tensor) -> None:
         """A mapped row costs less than finding duplicates: all of them in one pass, untouched rows put in after."""

@@ -35,20 +35,20 @@ class HostStore(DeviceStore):
 
     kind = "host"
 
-    def __init__(self, spec: TableSpec) -> None:
-        needed, there = 4 * spec.rows * spec.width, psutil.virtual_memory().total
+    def __init__(self, spec: TableSpec, dtype: torch.dtype = torch.float32) -> None:
+        needed, there = dtype.itemsize * spec.rows * spec.width, psutil.virtual_memory().total
         if needed > there:
             raise ConfigError(
-                f"placement: a table of {spec.rows:,} x {spec.width} fp32 values needs {needed:,} bytes of host "
+                f"placement: a table of {spec.rows:,} x {spec.width} values needs {needed:,} bytes of host "
                 f"memory, there are {there:,}; use placement 'disk', fewer rows, or narrower ones"
             )
-        super().__init__(spec)
+        super().__init__(spec, dtype)
 
     def _allocate(self, device: torch.device) -> None:
         if device.type == "meta":
             super()._allocate(device)
             return
-        self.register_buffer("rows", anonymous(self.spec.rows, self.spec.width))
+        self.register_buffer("rows", anonymous(self.spec.rows, self.spec.width, self.dtype))
         if not self.spec.zeros:
             fill(self.rows, self.spec)
 
@@ -80,7 +80,7 @@ class PinnedStore(HostStore):
         super()._allocate(device)
         if device.type == "meta":
             return
-        asked, got, why = self.rows.numel() * 4, 0, "there is no CUDA device"
+        asked, got, why = self.rows.numel() * self.rows.element_size(), 0, "there is no CUDA device"
         if torch.cuda.is_available():
             got, why = register(self.rows)
         if got < asked:
@@ -103,15 +103,15 @@ class PinnedStore(HostStore):
             raise RuntimeError(f"pinned store: row {int(ids[wrong[0]])} came back different; use placement 'host'")
 
 
-def anonymous(rows: int, width: int) -> Tensor:
-    """A zero-filled fp32 tensor [rows, width] in a private mapping, advised to use 2 MiB pages."""
-    block = mmap.mmap(-1, max(1, 4 * rows * width), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def anonymous(rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A zero-filled tensor [rows, width] in a private mapping, advised to use 2 MiB pages."""
+    block = mmap.mmap(-1, max(1, dtype.itemsize * rows * width), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             block.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:  # a kernel without transparent huge pages: only speed is lost
             log.info("host rows: no huge pages (%s)", error)
-    return torch.frombuffer(block, dtype=torch.float32, count=rows * width).view(rows, width)
+    return torch.frombuffer(block, dtype=dtype, count=rows * width).view(rows, width)
 
 
 def huge_bytes(tensor: Tensor) -> int:
@@ -136,7 +136,9 @@ def register(rows: Tensor) -> tuple[int, str]:
     What was locked before a refusal is unlocked again, and the error is cleared.
     """
     runtime, size, done = torch.cuda.cudart(), rows.numel() * rows.element_size(), 0
-    rows.view(-1)[:: 4096 // 4] += 0  # every page is real first: locking faults them in one by one otherwise
+    rows.view(-1)[:: 4096 // rows.element_size()] += (
+        0  # every page is real first: locking faults them in one by one otherwise
+    )
     while done < size:
         chunk = min(REGISTER_CHUNK, size - done)
         code = int(runtime.cudaHostRegister(rows.data_ptr() + done, chunk, 0))

@@ -209,11 +209,11 @@ def create_file(path: str | Path, info: FileInfo, reserve: bool = False) -> int:
     if len(header) > MAX_HEADER:
         raise ConfigError(f"identity: {len(info.identity):,} characters are too many; give a digest")
     size = len(header) + info.bits_offset + info.bits_bytes
-    leftover = sorted(path.parent.glob(path.name + ".journal-*"))
-    if leftover:
-        raise ConfigError(f"path: {path}: {leftover[0]} is left of another table; remove it, or put its table back")
     aside = path.with_name(f"{path.name}.new-{os.getpid()}")
     try:
+        leftover = sorted(name for name in os.listdir(path.parent) if name.startswith(path.name + ".journal-"))
+        if leftover:
+            raise ConfigError(f"path: {path}: {leftover[0]} is left of another table; remove it, or put its table back")
         disk = os.statvfs(path.parent)
         free = disk.f_bavail * disk.f_frsize
         needed = size if reserve else len(header) + MIN_FREE

@@ -122,11 +122,9 @@ def row_updates(rounds: int, rows: int, width: int = 64, lookups: int = 16_384) 
     claims = []
     for name, target, count in (("sparse-adam", 1 / 3, rounds), ("dense-adam", 1 / 100, 3)):
         theirs(name)
-        against = [theirs(name) for _ in range(count)]
-        one = claim(
-            f"row-update-against-{name}", [ours() for _ in range(rounds)], [statistics.median(against)] * rounds, target
-        )
-        claims.append({**one, "rounds_against": count})
+        pairs = [(ours(), theirs(name)) for _ in range(max(2, count))]
+        value, against = (list(side) for side in zip(*pairs, strict=True))
+        claims.append(claim(f"row-update-against-{name}", value, against, target))
     return claims
 
 

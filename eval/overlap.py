@@ -273,7 +273,7 @@ class Cell:
         """A step whose rows are in the layer's buffer before it begins."""
         batch = self._next()
         self._fetch_ahead(batch)
-        return self._timed(batch)
+        return self._timed(batch, hash_again=True)
 
     def sync(self) -> float:
         """A step whose layers fetch when they need their rows."""
@@ -292,6 +292,7 @@ class Cell:
         return self._timed(batch, following=self.batches[(self.turn + 1) % len(self.batches)])
 
     def _next(self) -> Tensor:
+        self.handle.memory.drop_ahead()  # what the variant before has asked for is not this one's
         self.turn += 1
         return self.batches[self.turn % len(self.batches)]
 
@@ -301,10 +302,12 @@ class Cell:
             for ticket in step.tickets.values():
                 ticket.future.result()
 
-    def _timed(self, batch: Tensor, following: Tensor | None = None) -> float:
+    def _timed(self, batch: Tensor, following: Tensor | None = None, hash_again: bool = False) -> float:
         self.handle.memory.flush()  # writes of the step before are not this step's
         _settle()
         began = time.perf_counter()
+        if hash_again:  # every variant hashes once in its time; this one's rows were hashed before it
+            self.handle.memory.hash_ids(batch)
         if following is not None:
             self.handle.prefetch(following)
         if self.optimizer is None:

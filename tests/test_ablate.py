@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from engram.cli import main
@@ -112,6 +118,24 @@ def test_finished_runs_are_skipped_and_another_configuration_is_refused(
         run_study(_study(run={"steps": 7}), out, workers=0, quiet=True)
 
 
+def test_an_arm_that_cannot_be_built_stops_the_study_before_it_trains(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="inactive experts"):
+        run_study(_study(grid={"rho": [1.0, 0.33]}), tmp_path, workers=0, quiet=True)
+    assert not list(tmp_path.rglob("log.jsonl"))
+
+
+def test_a_report_shows_the_runs_of_its_study_alone(
+    finished: tuple[AblationConfig, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    _, out, _ = finished
+    copy = tmp_path / "study"
+    shutil.copytree(out, copy)
+    shutil.copytree(copy / "rho=0.5" / "seed-0", copy / "an earlier arm" / "seed-0")
+    study = (copy / "study.yaml").read_text().replace("- 0\n- 1\n", "- 1\n")
+    (copy / "study.yaml").write_text(study)
+    assert rebuild_report(str(copy))["verdict"].startswith("one seed, no verdict")
+
+
 def test_a_failing_run_is_recorded_and_the_rest_goes_on(tmp_path: Path) -> None:
     wild = ("rho=1.0", "optimizer.lr=1e30", "optimizer.clip=0", "optimizer.warmup=0", "optimizer.schedule=constant")
     study = _study(grid={"rho": [1.0]}, arms={"wild": wild}, seeds=[0], run={"steps": 12})
@@ -145,6 +169,9 @@ def test_grids_of_several_keys_and_named_arms() -> None:
         ({"grid": {"rho": []}}, "grid.rho: needs at least one value"),
         ({"baseline": "rho=2"}, "baseline: 'rho=2' is none of"),
         ({"gird": {}}, "gird: unknown key"),
+        ({"arms": {"a b": ["rho=1.0"], "a_b": ["rho=0.5"]}}, "shares its folder"),
+        ({"grid": {"rho": [0.5, 0.50]}}, "shares its folder"),
+        ({"arms": {"x": ["seed=7"]}}, "sets seed or name"),
     ],
 )
 def test_bad_studies_name_field_value_and_remedy(changes: dict[str, Any], message: str) -> None:
@@ -209,6 +236,42 @@ def test_the_quickstart_at_a_toy_size_through_the_command_line(
 
 
 @pytest.mark.slow
+def test_killed_workers_are_recorded_and_a_stopped_study_goes_on(tmp_path: Path) -> None:
+    """A real study in a process of its own: one worker is killed, then the study is asked to end, then it goes on."""
+    config = tmp_path / "study.yaml"
+    long = merge(TOY, {"steps": 3000, "checkpoint_every": 5, "data": {"epochs": 100}})
+    data = merge(load_yaml(CONFIGS / "ablations" / "smoke.yaml"), {"run": long})
+    config.write_text(json.dumps({**data, "seeds": [0]}), encoding="utf-8")
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", "from engram.cli import main; raise SystemExit(main())", "ablate", str(config)]
+    study = subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    states = [out / arm / "seed-0" / "checkpoint" / "state.json" for arm in ("rho=1.0", "rho=0.5")]
+    try:
+        _until(lambda: all(state.is_file() for state in states))
+        children = psutil.Process(study.pid).children()
+        assert len(children) == 2
+        victim = next(child for child in children if "rho=1.0" in " ".join(child.cmdline()))
+        victim.kill()
+        _until((out / "rho=1.0" / "seed-0" / "failed.json").is_file)
+        study.terminate()
+        assert study.wait(60) == 130
+        assert not psutil.pid_exists(next(child.pid for child in children if child != victim))
+    finally:
+        study.kill()
+    step = json.loads(states[1].read_text())["state"]["step"]
+    assert 0 < step < 3000 and not (out / "rho=0.5" / "seed-0" / "result.json").exists()
+    from_dict(ablate.TrainConfig, json.loads(states[0].read_text())["state"]["config"])
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("waited for a minute")
+
+
+@pytest.mark.slow
 def test_runs_in_processes_equal_runs_in_this_process(
     finished: tuple[AblationConfig, Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -218,4 +281,5 @@ def test_runs_in_processes_equal_runs_in_this_process(
         assert parallel["arms"][name]["loss"] == arm["loss"], name
     wild = _study(grid={"rho": [1.0]}, arms={"wild": ("data.source=/nonexistent/text.txt", "rho=1.0")}, seeds=[0])
     failed = run_study(wild, tmp_path / "wild", workers=2, quiet=True)["failed"]
+    assert "nonexistent" in json.loads((tmp_path / "wild" / "wild" / "seed-0" / "failed.json").read_text())["error"]
     assert "exit status 1" in failed["wild/seed-0"] and "nonexistent" in failed["wild/seed-0"]

@@ -84,6 +84,10 @@ def test_the_variants_fetch_when_they_say_they_do(tmp_path: Path) -> None:
     train = Cell(site, "train", "ahead")
     train.prefetched()
     assert counters.updates == 1 and counters.ahead == 2 and len(site.handle.memory.ahead()) == 1
+    ahead = counters.ahead
+    for variant in (train.sync, train.without, train.sync):
+        variant()
+    assert counters.ahead == ahead, "what one variant prefetched serves no other"
 
 
 def test_every_cell_is_measured_and_complete() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import engram.optim
 from engram.eval.report import read_result
 from engram.strict import ConfigError, from_dict
 from engram.train import loop, snapshots
@@ -97,7 +98,7 @@ def test_the_loss_curve_is_golden(recipe: dict[str, Any], tmp_path: Path) -> Non
     assert metrics["tags"] == ["short-training"] and metrics["memory_layers"] == [1]
     assert len(metrics["lens"]["kl"]) == 3 and metrics["rows_touched"]["1"][0] > 0
     assert metrics["tokens"] == STEPS * 2 * 4 * 32 and metrics["budget"]["achieved_rho"] == pytest.approx(0.5, abs=0.02)
-    kinds = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    kinds = {path.suffix for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
     assert kinds <= {".json", ".jsonl", ".safetensors", ".jinja"}, "plain data only, nothing that is unpickled"
 
 
@@ -222,7 +223,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(recipe: dict[str, Any], tm
     _, _, built, _ = open_run(str(tmp_path))
     assert built.handle is not None
     shutil.rmtree(tmp_path / "checkpoint.old")
-    with pytest.raises(ConfigError, match="holds none"):
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
         open_run(str(tmp_path))
 
 
@@ -253,8 +254,53 @@ def test_more_steps_than_data_is_an_error(recipe: dict[str, Any], tmp_path: Path
 
 def test_a_diverged_loss_stops_the_run(recipe: dict[str, Any], tmp_path: Path) -> None:
     wild = {"lr": 1e30, "clip": 0, "schedule": "constant", "warmup": 0}
-    with pytest.raises(ConfigError, match="lower optimizer.lr"):
+    with pytest.raises(loop.Diverged, match="lower optimizer.lr"):
         train_run(_config(recipe, optimizer=wild), tmp_path, quiet=True)
+
+
+def test_a_run_that_diverges_in_its_last_step_has_no_result(recipe: dict[str, Any], tmp_path: Path) -> None:
+    wild = {"lr": 1e30, "clip": 0, "schedule": "constant", "warmup": 0}
+    with pytest.raises(loop.Diverged, match="held-out loss: nan at step"):
+        train_run(_config(recipe, optimizer=wild, steps=1), tmp_path, quiet=True)
+    assert not (tmp_path / "result.json").exists() and not (tmp_path / "checkpoint").exists()
+
+
+def test_one_process_trains_in_a_folder(recipe: dict[str, Any], tmp_path: Path) -> None:
+    with loop._only_one(tmp_path), pytest.raises(ConfigError, match="another process is training"):
+        train_run(_config(recipe), tmp_path, quiet=True)
+    train_run(_config(recipe), tmp_path, quiet=True)
+
+
+def test_two_kills_while_a_checkpoint_is_exchanged_lose_nothing(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_run(_config(recipe), tmp_path, quiet=True)
+    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.old")  # the first kill, between the renames
+    _, _, built, _ = open_run(str(tmp_path))
+    monkeypatch.setattr(snapshots, "save_file", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):  # the second, while the next is written
+        snapshots.save(tmp_path, built.model, engram.optim.build(built.model), {"step": 11})
+    state = snapshots.read_state(tmp_path)
+    assert state is not None and state["step"] == STEPS
+    (tmp_path / "checkpoint" / "model.safetensors").unlink()
+    assert snapshots.find(tmp_path) is None, "a part of a checkpoint is none"
+
+
+def test_a_run_is_evaluated_without_its_source(recipe: dict[str, Any], tmp_path: Path, data: dict[str, Any]) -> None:
+    metrics = train_run(_config(recipe), tmp_path, quiet=True)["metrics"]
+    moved = Path(data["source"]).with_suffix(".moved")
+    Path(data["source"]).rename(moved)
+    try:
+        assert evaluate("loss", str(tmp_path))["nats"] == pytest.approx(metrics["loss"], rel=1e-6)
+    finally:
+        moved.rename(data["source"])
+
+
+def test_the_dry_run_counts_the_bytes_of_its_placement(recipe: dict[str, Any]) -> None:
+    placed = {**recipe["memory"], "placement": "host", "row_dtype": "bf16"}
+    plan = loop.dry(_config(recipe, memory=placed, optimizer={"row_rule": "adam"}))
+    rows = plan["arm"]["parameters"]["table"] // 8
+    assert plan["bytes"] == {"host": rows * 16, "host, optimizer state": rows * 64}
 
 
 def test_wandb_is_used_when_asked_and_its_failure_never_stops_a_run(

@@ -10,18 +10,22 @@ agree. Finished runs are skipped, interrupted ones resumed. On a CPU one run goe
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,6 +33,7 @@ import yaml
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from engram import __version__
 from engram.eval.figures import result_figures, save_png
 from engram.eval.report import build_report, markdown_table, read_result, verdict, write_json
 from engram.eval.stats import mean_interval, paired_difference
@@ -36,7 +41,7 @@ from engram.strict import ConfigError, apply_overrides, from_dict, load_yaml, me
 from engram.train.budget import describe
 from engram.train.data import prepare
 from engram.train.loop import train_run
-from engram.train.recipe import TrainConfig
+from engram.train.recipe import TrainConfig, changed_fields
 from engram.train.trackers import console
 
 RUN_SNIPPET = "import sys; from engram.train.ablate import run_one; sys.exit(run_one(sys.argv[1]))"
@@ -66,6 +71,12 @@ class AblationConfig:
         for key, values in self.grid.items():
             require(len(values) > 0, f"grid.{key}: needs at least one value")
         names = [name for name, _ in self.overrides()]
+        folders = [_slug(name) for name in names]
+        for name, folder in zip(names, folders, strict=True):
+            require(folders.count(folder) == 1, f"arms: {name!r} shares its folder {folder!r} with another arm")
+        for name, items in self.overrides():
+            keys = {item.partition("=")[0].strip() for item in items}
+            require(not keys & {"seed", "name"}, f"arms: {name!r} sets seed or name; seeds has the seeds of every arm")
         require(self.baseline is None or self.baseline in names, f"baseline: {self.baseline!r} is none of {names}")
 
     def overrides(self) -> list[tuple[str, list[str]]]:
@@ -133,8 +144,11 @@ def run_study(study: AblationConfig, out: Path, workers: int | None = None, quie
     A failing run is recorded in its folder and in the summary while the rest goes on.
     """
     planned = study.runs()
+    arms = {run.arm: run.config.arm(run.config.data.vocab_size) for run in planned}  # an impossible arm stops here
     _check_folder(out, study)
-    todo = [run for run in planned if not _finished(out, run)]
+    if not quiet:
+        console().print(describe(list(arms.values())))
+    todo = [run for run in planned if not _finished(out, run, quiet)]
     if todo:
         prepare(todo[0].config.data, todo[0].seed)  # once, before the workers want it all at the same time
     failed: dict[str, str] = {}
@@ -152,11 +166,7 @@ def summarise(
     study: AblationConfig, out: Path, failed: dict[str, str] | None = None, quiet: bool = False
 ) -> dict[str, Any]:
     """Results in `out` -> summary.json, table.md, figures, report.html. Raises RuntimeError when no run is finished."""
-    results = [
-        read_result(out / run.folder / "result.json")
-        for run in study.runs()
-        if (out / run.folder / "result.json").is_file()
-    ]
+    results = finished_results(study, out)
     if not results:
         raise RuntimeError(f"no run of {study.name} is finished: {failed}")
     names = [name for name, _ in study.overrides()]
@@ -184,6 +194,18 @@ def summarise(
             printed.add_row(*row)
         console().print(printed, f"[bold]{summary['verdict']}[/bold]", str(out / "report.html"), sep="\n")
     return summary
+
+
+def finished_results(study: AblationConfig, out: Path) -> list[dict[str, Any]]:
+    """Results of exactly the study's runs that are finished, in their order."""
+    paths = [out / run.folder / "result.json" for run in study.runs()]
+    return [read_result(path) for path in paths if path.is_file()]
+
+
+def read_study(out: Path) -> AblationConfig | None:
+    """The study whose results a folder holds, or None."""
+    path = out / "study.yaml"
+    return from_dict(AblationConfig, load_yaml(path)) if path.is_file() else None
 
 
 def study_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -262,6 +284,7 @@ def _guarded(run: Planned, folder: Path, quiet: bool) -> str | None:
 
 def run_one(path: str) -> int:
     """A worker's whole life: the run described in the JSON file `path`; exit status 0, 1 failed, 130 interrupted."""
+    _die_with_parent()
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     config = from_dict(TrainConfig, job["config"])
     try:
@@ -283,6 +306,7 @@ def _in_processes(todo: Sequence[Planned], out: Path, workers: int, quiet: bool)
         if stopping.is_set():
             return "not started"
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "failed.json").unlink(missing_ok=True)
         job = folder / "job.json"
         write_json(job, {"arm": run.arm, "seed": run.seed, "folder": str(folder), "config": run.config.to_dict()})
         threads = str(run.config.threads or 1)
@@ -300,11 +324,13 @@ def _in_processes(todo: Sequence[Planned], out: Path, workers: int, quiet: bool)
             children.pop(run.folder, None)
         if code == 0:
             return None
+        if not (folder / "failed.json").is_file():  # killed: it could not say so itself
+            write_json(folder / "failed.json", {"error": f"exit status {code}", "output": str(folder / "output.txt")})
         tail = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return (tail[-1] if tail else "no output") + f" (exit status {code}; see {folder / 'output.txt'})"
 
     failed: dict[str, str] = {}
-    with _Board(todo, out, quiet) as board, ThreadPoolExecutor(workers) as pool:
+    with _Board(todo, out, quiet) as board, ThreadPoolExecutor(workers) as pool, _term_is_interrupt():
         futures = {pool.submit(work, run): run for run in todo}
         try:
             for future in as_completed(futures):
@@ -314,10 +340,36 @@ def _in_processes(todo: Sequence[Planned], out: Path, workers: int, quiet: bool)
                     failed[futures[future].folder] = error
         except KeyboardInterrupt:
             stopping.set()
-            for child in list(children.values()):  # they got the same Ctrl-C from the terminal; one more would kill
+            for child in list(children.values()):  # each finishes its step, saves, and ends
+                child.send_signal(signal.SIGTERM)
+            for child in list(children.values()):
                 child.wait()
-            raise
+            raise KeyboardInterrupt(f"stopped; the runs are saved, the same command goes on in {out}") from None
     return failed
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for a SIGTERM when the study's process ends, however it ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+@contextmanager
+def _term_is_interrupt() -> Iterator[None]:
+    """Inside, SIGTERM does what Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Board:
@@ -389,17 +441,21 @@ def _last_line(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _finished(out: Path, run: Planned) -> bool:
+def _finished(out: Path, run: Planned, quiet: bool) -> bool:
     path = out / run.folder / "result.json"
     if not path.is_file():
         return False
-    theirs = read_result(path)["config"]
-    ours = json.loads(json.dumps(run.config.to_dict()))
-    if theirs != ours:
-        changed = [key for key in ours if ours[key] != theirs.get(key)]
+    found = read_result(path)
+    changed = changed_fields(run.config, found["config"])
+    if changed:
         raise ConfigError(
-            f"out: {path} is the result of another configuration ({', '.join(changed)}); use another --out"
+            f"out: {path} is the result of another configuration ({', '.join(changed)}); "
+            f"use another --out, or remove that folder"
         )
+    made_by = found["versions"].get("engram")
+    if not quiet:
+        other = "" if made_by == __version__ else f" by engram {made_by}, this is {__version__}"
+        console().print(f"skipped {run.folder}: finished {found['date']}{other}", highlight=False)
     return True
 
 
@@ -422,4 +478,4 @@ def _inline(value: Any) -> str:
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.=-]+", "_", name).strip("_") or "arm"
+    return re.sub(r"[^A-Za-z0-9.=-]+", "_", name).strip("_.") or "arm"

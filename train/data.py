@@ -109,6 +109,13 @@ def prepare(cfg: DataConfig, seed: int = 0, progress: Progress | None = None) ->
     return _open_cache(cfg, seed, folder)
 
 
+def open_prepared(cfg: DataConfig, seed: int, key: str) -> Corpus:
+    """Data prepared before, by its key alone: the source is not needed. Raises ConfigError if it is not there."""
+    folder = Path(os.path.expanduser(cfg.cache_dir or os.environ.get("ENGRAM_CACHE") or "~/.cache/engram")) / key
+    require((folder / "meta.json").is_file(), f"cache_dir: {folder.parent} holds no data of key {key}")
+    return _open_cache(cfg, seed, folder)
+
+
 def _identity(cfg: DataConfig, train: Source, validation: Source | None, tokenizer: Any) -> dict[str, Any]:
     import tokenizers
 

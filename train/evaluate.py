@@ -18,7 +18,7 @@ from engram.eval.report import write_json
 from engram.strict import ConfigError, choice, from_dict
 from engram.train import snapshots
 from engram.train.assembly import Built, assemble
-from engram.train.data import Corpus, prepare
+from engram.train.data import Corpus, open_prepared
 from engram.train.recipe import TrainConfig
 from engram.train.study import look_into_memory
 from engram.train.windows import WindowReader
@@ -60,9 +60,12 @@ def open_run(run: str) -> tuple[TrainConfig, Corpus, Built, WindowReader]:
         cfg = from_dict(TrainConfig, json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"run: {run} holds no run ({path.name}: {error.strerror or error})") from error
-    corpus = prepare(cfg.data, cfg.seed)
+    state = snapshots.read_state(run)
+    if state is None:
+        raise ConfigError(f"run: {run} holds no checkpoint")
+    corpus = open_prepared(cfg.data, cfg.seed, state["data"])
     built = assemble(cfg, corpus.vocab_size, corpus.tokenizer)
-    state = snapshots.load(run, built.model)
+    snapshots.load(run, built.model)
     reader = corpus.reader()
     reader.load_state(state["reader"])
     return cfg, corpus, built, reader

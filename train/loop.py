@@ -9,7 +9,7 @@ when it is finished, result.json. Ctrl-C finishes the step, saves, and says how 
 
 from __future__ import annotations
 
-import json
+import math
 import shutil
 import signal
 import sys
@@ -25,9 +25,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import Tensor
 
 import engram.optim
+from engram.config import EngramConfig
 from engram.eval.loss import held_out_loss
 from engram.eval.report import result, write_json
+from engram.hashing import total_rows
 from engram.stores import DeferredDiskStore
+from engram.stores.formats import get_format
 from engram.strict import ConfigError, require
 from engram.table import RowProxy
 from engram.train import snapshots
@@ -35,14 +38,13 @@ from engram.train.assembly import Built, assemble
 from engram.train.balance import Balancer
 from engram.train.budget import describe
 from engram.train.data import Corpus, prepare
-from engram.train.recipe import TrainConfig, load
+from engram.train.recipe import TrainConfig, changed_fields, load
 from engram.train.study import examine
 from engram.train.trackers import Tracker, console
 
 LEARNING_CHECK = 10
 """Optimizer steps after which rows that have never been updated are an error."""
-FREE_TO_CHANGE = {"log_every", "eval_every", "checkpoint_every", "wandb", "study", "threads", "name"}
-"""Fields that a resumed run may set anew: they do not enter the weights."""
+LOCK = ".lock"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -64,13 +66,23 @@ def dry(cfg: TrainConfig) -> dict[str, Any]:
     """The complete configuration, parameters, FLOPs per token and bytes per placement; trains nothing."""
     arm = cfg.arm(cfg.data.vocab_size)
     console().print(describe([arm]))
-    table = arm.parameters["table"]
     return {
         "config": cfg.to_dict(),
         "arm": arm.to_dict(),
         "tokens": cfg.tokens,
-        "bytes": {"device": 4 * table, "row_state": 4 * table // arm.memory.head_dim if arm.memory else 0},
+        "bytes": _table_bytes(cfg, arm.memory),
     }
+
+
+def _table_bytes(cfg: TrainConfig, memory: EngramConfig | None) -> dict[str, int]:
+    """Bytes of rows and of their optimizer state by place, as they are for this placement, format and rule."""
+    if memory is None:
+        return {}
+    rows = sum(total_rows(memory, layer) for layer in memory.layers)
+    state = {"rowwise_adam": 4, "rowwise_adagrad": 4, "sgd": 0, "adam": 8 * memory.head_dim}[cfg.optimizer.row_rule]
+    held: dict[str, int] = {memory.placement: rows * get_format(memory.row_dtype, memory.head_dim).row_bytes}
+    where = "device" if memory.placement == "device" else "host"
+    return {**held, f"{where}, optimizer state": rows * state}
 
 
 def train_run(cfg: TrainConfig, folder: Path, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
@@ -82,14 +94,38 @@ def train_run(cfg: TrainConfig, folder: Path, resume: bool = False, quiet: bool 
     """
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
-    corpus = prepare(cfg.data, cfg.seed)
-    built = assemble(cfg, corpus.vocab_size, corpus.tokenizer)
-    saved = _claim(folder, cfg, resume, built)
+    with _only_one(folder):
+        corpus = prepare(cfg.data, cfg.seed)
+        built = assemble(cfg, corpus.vocab_size, corpus.tokenizer)
+        try:
+            saved = _claim(folder, cfg, resume, built)
+            return Run(cfg, folder, corpus, built, quiet).go(saved)
+        finally:
+            if built.handle is not None:
+                built.handle.memory.close()
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """One process trains in a run folder; the lock ends with its process. Raises ConfigError."""
+    from filelock import FileLock, Timeout
+
     try:
-        return Run(cfg, folder, corpus, built, quiet).go(saved)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(str(folder / LOCK))
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(f"out: another process is training in {folder}") from None
+    except OSError as error:
+        raise ConfigError(f"out: {folder} cannot be written: {error.strerror or error}") from error
+    try:
+        yield
     finally:
-        if built.handle is not None:
-            built.handle.memory.close()
+        lock.release()
+
+
+class Diverged(RuntimeError):
+    """Training ran into numbers that are no numbers; lower the learning rate."""
 
 
 class Run:
@@ -104,9 +140,8 @@ class Run:
         narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and not cpu and torch.cuda.is_bf16_supported())
         self.accelerator = Accelerator(cpu=cpu, mixed_precision="bf16" if narrow else "no")
         require(
-            self.accelerator.num_processes == 1 or built.handle is None,
-            f"processes: {self.accelerator.num_processes}; rows are not exchanged between processes in this version, "
-            "start one",
+            self.accelerator.num_processes == 1,
+            f"processes: {self.accelerator.num_processes}; this version trains in one process, start one",
         )
         self.reader = corpus.reader()
         windows = cfg.steps * cfg.accumulate
@@ -150,12 +185,13 @@ class Run:
         with Tracker(log, self.cfg, self.step) as tracker, self._progress() as bar, _stop_signal() as stop:
             while self.step < self.cfg.steps:
                 self._after_step(self._one_step(), tracker, bar)
-                if stop and self.step < self.cfg.steps:
+                if stop:
                     self._save()
                     raise Interrupted(f"stopped at step {self.step} and saved; go on with --resume --out {self.folder}")
         self._save()
+        facts = self._facts()
         metrics = examine(self.cfg, self.corpus, self.built, self.reader)
-        finished = result(self.cfg, self.cfg.seed, {**self._facts(), **metrics})
+        finished = result(self.cfg, self.cfg.seed, {**facts, **metrics})
         write_json(self.folder / "result.json", finished)
         return finished
 
@@ -182,12 +218,10 @@ class Run:
             loss = self._loss(batch) / cfg.accumulate
             self.accelerator.backward(loss)
             total += loss.detach().double().cpu()
-        require(
-            bool(torch.isfinite(total)),
-            f"loss: {float(total)} at step {self.step + 1}; lower optimizer.lr (the last checkpoint is unharmed)",
-        )
+        self._require_finite("loss", float(total))
         clip = cfg.optimizer.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], clip)
+        self._require_finite("gradient norm", float(norm))
         rate = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.schedule.step()
@@ -198,6 +232,10 @@ class Run:
         if self.step == LEARNING_CHECK and self.built.handle is not None:
             self.built.handle.memory.check_learning()
         return {"step": self.step, "tokens": self._tokens(), "loss": float(total), "lr": rate, "grad_norm": float(norm)}
+
+    def _require_finite(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise Diverged(f"{name}: {value} at step {self.step + 1}; lower optimizer.lr, or raise optimizer.warmup")
 
     def _prefetch(self) -> None:
         """Rows of the next batch are fetched while this one is trained; what this step updates is patched."""
@@ -224,6 +262,7 @@ class Run:
             self.curve.append([line["tokens"], line["loss"]])
         if last or (cfg.eval_every and step % cfg.eval_every == 0):
             line["validation"] = held_out_loss(self.built.model, self.corpus.validation_batches()).nats
+            self._require_finite("held-out loss", line["validation"])
             self.validation.append([line["tokens"], line["validation"], line["seconds"]])
         if step % cfg.log_every == 0 or step == 1 or "validation" in line:
             tracker.log(line)
@@ -274,6 +313,7 @@ class Run:
             "validation": self.validation,
             "routing": self.routing,
             "reader": self.reader.state(),
+            "data": self.corpus.description["key"],
             "schedule": {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"},
             "updates": self._updates(),
         }
@@ -331,9 +371,9 @@ def _claim(folder: Path, cfg: TrainConfig, resume: bool, built: Built) -> dict[s
             f"out: {folder} holds a run at step {saved['step']}; add --resume to go on, or choose another"
         )
     if saved is not None:
-        ours, theirs = json.loads(json.dumps(cfg.to_dict())), saved["config"]
-        changed = [k for k in ours if k not in FREE_TO_CHANGE and ours[k] != theirs.get(k)]
+        theirs, changed = saved["config"], changed_fields(cfg, saved["config"])
         if changed:
+            ours = cfg.to_dict()
             raise ConfigError(
                 f"resume: {folder} was trained with another {', '.join(changed)} "
                 f"({'; '.join(f'{k}: {theirs.get(k)!r} there, {ours[k]!r} here' for k in changed)})"[:900]

@@ -19,7 +19,7 @@ import engram
 from engram.eval.figures import result_figures, save_png
 from engram.eval.report import build_report, read_result, summary, verdict
 from engram.strict import apply_overrides, from_dict, load_yaml, require
-from engram.train.ablate import AblationConfig, run_study
+from engram.train.ablate import AblationConfig, finished_results, read_study, run_study
 from engram.train.trackers import console
 
 TITLE, COMMAND = "Engram quickstart", "engram quickstart"
@@ -51,9 +51,12 @@ def rebuild_report(run: str, title: str | None = None, command: str | None = Non
     Raises ConfigError when the folder holds no result.
     """
     folder = Path(run)
-    paths = sorted(folder.rglob("result.json"))
-    require(bool(paths), f"run: {run} holds no result.json")
-    results = [read_result(path) for path in paths]
+    study = read_study(folder)
+    if study is None:
+        results = [read_result(path) for path in sorted(folder.rglob("result.json"))]
+    else:
+        results = finished_results(study, folder)
+    require(bool(results), f"run: {run} holds no result.json")
     results.sort(key=lambda one: (-(one["metrics"].get("rho") or 0.0), one["metrics"]["arm"], one["seed"]))
     figures = result_figures(results)
     for name, figure in figures.items():

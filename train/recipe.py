@@ -9,8 +9,9 @@ memory are built as they stand.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -47,9 +48,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
         require(self.lr > 0, f"optimizer.lr: {self.lr} must be greater than 0")
-        require(
-            self.row_lr_multiplier >= 0, f"optimizer.row_lr_multiplier: {self.row_lr_multiplier} must not be negative"
-        )
+        require(self.row_lr_multiplier > 0, f"optimizer.row_lr_multiplier: {self.row_lr_multiplier} must be above 0")
         require(0 <= self.warmup < 1, f"optimizer.warmup: {self.warmup} is a share of all steps, 0 to below 1")
         require(0 <= self.final_lr <= 1, f"optimizer.final_lr: {self.final_lr} is a share of lr, 0 to 1")
         require(self.clip >= 0, f"optimizer.clip: {self.clip} must be 0 (off) or a norm")
@@ -157,6 +156,16 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the inverse of `from_dict`."""
         return to_dict(self)
+
+
+FREE_TO_CHANGE = ("log_every", "eval_every", "checkpoint_every", "wandb", "study", "threads", "name")
+"""Fields that do not enter the weights: a resumed run may set them anew, and a finished one is not trained again."""
+
+
+def changed_fields(ours: TrainConfig, theirs: Mapping[str, Any]) -> list[str]:
+    """Names of the fields that make another training run of it; `theirs` is the plain data of a saved configuration."""
+    mine = json.loads(json.dumps(ours.to_dict()))
+    return [name for name in mine if name not in FREE_TO_CHANGE and mine[name] != theirs.get(name)]
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

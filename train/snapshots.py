@@ -29,6 +29,7 @@ from engram.strict import ConfigError
 from engram.table import Table
 
 NAME, NEW, OLD = "checkpoint", "checkpoint.new", "checkpoint.old"
+FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json")
 FORMAT = 1
 
 
@@ -38,6 +39,8 @@ def save(run: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, st
     the checkpoint before it is then still there."""
     run = Path(run)
     new, old, final = run / NEW, run / OLD, run / NAME
+    if old.exists() and not final.exists():  # a kill between the two renames: the old one is the last good one
+        os.rename(old, final)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     aliases = _save_tensors(new / "model.safetensors", model.state_dict())
@@ -71,7 +74,7 @@ def save(run: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, st
 def find(run: str | Path) -> Path | None:
     """The newest whole checkpoint of a run folder, or None."""
     for name in (NAME, OLD):
-        if (Path(run) / name / "state.json").is_file():
+        if all((Path(run) / name / file).is_file() for file in FILES):
             return Path(run) / name
     return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -100,5 +101,8 @@ def baselines(corpus: Corpus, reader: WindowReader) -> dict[str, float]:
         totals = {order: totals[order] + size * losses[order] for order in totals}
         count += size
     found = {order: total / count for order, total in totals.items()}
-    write_json(path, found)
+    try:
+        write_json(path, found)
+    except OSError as error:  # a shared cache that is read-only: only the next run's time is lost
+        print(f"engram: n-gram losses are not cached ({error})", file=sys.stderr)
     return found

@@ -32,7 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram.stores.reading import PageBuffer, Transfer, TransferError, free_memory, open_transfer, write_inline
+from engram.stores.queues import open_transfer
+from engram.stores.reading import PageBuffer, Transfer, TransferError, free_memory, write_inline
 from engram.stores.rowfile import PAGE, Layout, RowBits
 from engram.strict import ConfigError
 
@@ -74,8 +75,8 @@ class RowAccess:
         self.window = self.mapped = self._mapping = None
         mapped = (backend == "mapping" or (backend == "auto" and self.fits_the_cache())) and self._map(backend)
         if not mapped:
-            self._transfer = open_transfer(backend, threads, timeout_s)
             self._direct_fd = self._open_direct() if direct else -1
+            self._transfer = open_transfer(backend, self._direct_fd >= 0, threads, timeout_s)
         if self._direct_fd < 0 and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         name = "mapping" if self._transfer is None else self._transfer.name

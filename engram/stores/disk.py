@@ -32,7 +32,8 @@ from engram.stores.journal import FILE_HEADER, Checkpoints
 from engram.stores.rowfile import PAGE, FileInfo, RowBits, check_same, create_file, open_file, read_info, refuse
 from engram.strict import choice, require
 
-BACKENDS = ("auto", "mapping", "io_uring", "threads")
+BACKENDS = ("auto", "mapping", "io_uring", "aio", "threads")
+_NO_ROWS = np.empty(0, dtype=np.int64)
 log = logging.getLogger("engram")
 
 
@@ -41,9 +42,9 @@ class DiskStore:
 
     identity    text that must be equal when the file is opened again (the digest of the memory it belongs to).
     format      row format, a name of `engram.stores.formats`; an untouched row has the initial value in that format.
-    threads     of the pool, where io_uring is not permitted or not asked for.
+    threads     of the pool, where neither io_uring nor kernel aio is permitted or asked for.
     cache_rows  most rows that `warm` keeps in RAM.
-    backend     "auto", "mapping", "io_uring" or "threads".
+    backend     "auto", "mapping", "io_uring", "aio" or "threads".
     direct      False keeps to the page cache; True uses O_DIRECT where the file system has it.
     durable     True syncs the undo journal before rows are overwritten, and so survives a power cut between two
                 checkpoints; without it only a kill of the process (a power cut may then damage the last checkpoint).
@@ -177,12 +178,7 @@ class DiskStore:
                 self._gather_mapped(mapped, ids, out)
                 return out
             unique, inverse = np.unique(ids, return_inverse=True)
-            if len(unique) > len(self._values):
-                self._values = torch.empty(len(unique), self.spec.width)
-            for start in range(0, len(unique), self._chunk):
-                part = unique[start : start + self._chunk]
-                self._fetch(part, self._values[start : start + len(part)])
-            values, index = self._values[: len(unique)], torch.from_numpy(inverse.reshape(-1))
+            values, index = self._fetch_all(unique), torch.from_numpy(inverse.reshape(-1))
             if out.dtype == torch.float32 and out.device.type == "cpu":
                 torch.index_select(values, 0, index, out=out)
             else:
@@ -250,31 +246,43 @@ class DiskStore:
         return self._touched.count()
 
     def flush(self) -> None:
-        """Everything that was updated, and what undoes it, has reached the disk."""
+        """Everything that was updated, and what undoes it, has reached the disk. Raises RuntimeError where it has not.
+
+        The store is then of no more use: after a failed sync the system forgets what it could not write.
+        """
         with self._lock:
             checkpoints = self._use()
             if self.read_only:
                 return
-            with self._rows_of_file.explained(np.empty(0, dtype=np.int64)):
-                checkpoints.sync()
-                self._settle()
+            try:
+                with self._rows_of_file.explained(_NO_ROWS):
+                    checkpoints.sync()
+                    self._settle()
+            except BaseException as error:
+                self._broken = f"a flush failed ({error!r})"
+                raise
             self._rows_of_file.reconsider()
 
     def prepare_checkpoint(self) -> int:
         """Flush, and begin a generation -> its number, to be written into the caller's checkpoint.
 
-        Until `commit_checkpoint` the table can go back to this state and to the committed one.
+        Until `commit_checkpoint` the table can go back to this state and to the committed one. Raises RuntimeError when
+        something cannot be written; where only the new journal could not, the store goes on and it may be tried again.
         """
         with self._lock:
             require(not self.read_only, f"disk store {self.path}: opened with read_only; it has no checkpoints")
             self.flush()
-            number = self._use().prepare()
+            with self._rows_of_file.explained(_NO_ROWS):
+                number = self._use().prepare()
             self._saved = RowBits(self.spec.rows)
             return number
 
     def commit_checkpoint(self, generation: int) -> None:
-        """The caller's checkpoint that holds `generation` is in its place: the way to older ones is dropped."""
-        with self._lock:
+        """The caller's checkpoint that holds `generation` is in its place: the way to older ones is dropped.
+
+        Raises ConfigError for a number that was not prepared, RuntimeError when the file cannot be written.
+        """
+        with self._lock, self._rows_of_file.explained(_NO_ROWS):
             self._use().commit(generation)
 
     def close(self) -> None:
@@ -294,7 +302,8 @@ class DiskStore:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            self.close()
+            if self._pid == os.getpid():  # in a forked process the lock may be held by a thread that is not there
+                self.close()
 
     @property
     def _rows_of_file(self) -> RowAccess:
@@ -350,14 +359,23 @@ class DiskStore:
         values = self.spec.initial(torch.from_numpy(ids))
         return values if self._rows.name == "fp32" else self._rows.decode(self._rows.encode(values))
 
-    def _fetch(self, ids: np.ndarray, out: Tensor) -> None:
-        """Sorted distinct rows -> their values in `out`: initial, from the cache, or from the file."""
+    def _fetch_all(self, ids: np.ndarray) -> Tensor:
+        """Sorted distinct rows -> values [U, W]; a piece at a time where they are many."""
+        if len(ids) <= self._chunk:
+            return self._fetch(ids)
+        if len(ids) > len(self._values):
+            self._values = torch.empty(len(ids), self.spec.width)
+        for start in range(0, len(ids), self._chunk):
+            part = ids[start : start + self._chunk]
+            self._values[start : start + len(part)] = self._fetch(part)
+        return self._values[: len(ids)]
+
+    def _fetch(self, ids: np.ndarray) -> Tensor:
+        """Sorted distinct rows -> values [U, W]: initial, from the cache, or from the file."""
         touched = self._touched.get(ids)
-        fresh, there = np.flatnonzero(~touched), np.flatnonzero(touched)
-        if len(fresh):
-            out[torch.from_numpy(fresh)] = self._initial(ids[fresh])
+        there = np.flatnonzero(touched)
         if not len(there):
-            return
+            return self._initial(ids)
         wanted, access = ids[there], self._rows_of_file
         hit, slot = self._cached(wanted)
         if hit.any():
@@ -370,10 +388,12 @@ class DiskStore:
             values = torch.from_numpy(bytes_tb.view(np.float32))
         else:
             values = self._rows.decode(torch.from_numpy(bytes_tb))
-        if len(fresh):
-            out[torch.from_numpy(there)] = values
-        else:
-            out.copy_(values)
+        if len(there) == len(ids):
+            return values
+        out, fresh = torch.empty(len(ids), self.spec.width), np.flatnonzero(~touched)
+        out[torch.from_numpy(there)] = values
+        out[torch.from_numpy(fresh)] = self._initial(ids[fresh])
+        return out
 
     def _cached(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row numbers -> which are in the cache, and where."""

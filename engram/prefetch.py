@@ -149,9 +149,13 @@ class Fetcher:
         """Writes submitted so far."""
         return self._number
 
+    def drain(self) -> None:
+        """Wait until every write has reached the store."""
+        self._check_writes(wait=True)
+
     def flush(self) -> None:
         """Wait until every write has reached the store, and the store its place."""
-        self._check_writes(wait=True)
+        self.drain()
         self._result(self._submit(self.store.flush), "flushing", None)
 
     def replaced(self) -> None:

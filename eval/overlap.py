@@ -16,6 +16,7 @@ On a CPU one core is left to the fetch, in all variants. Decode is one new token
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import statistics
@@ -157,6 +158,8 @@ def measure(cfg: OverlapConfig, quiet: bool = False) -> dict[str, Any]:
                     for launch in ("entry", "ahead") if phase == "train" else ("entry",):
                         cells.append(Cell(site, phase, launch).measure())
                 site.handle.memory.close()
+                del site
+                gc.collect()  # tables of hundreds of megabytes are not left to cycles
         return {"config": to_dict(cfg), "hardware": machine(), "cells": cells, "first_hidden": first_hidden(cells)}
     finally:
         torch.set_num_threads(before)
@@ -303,7 +306,10 @@ class Cell:
                 ticket.future.result()
 
     def _timed(self, batch: Tensor, following: Tensor | None = None, hash_again: bool = False) -> float:
-        self.handle.memory.flush()  # writes of the step before are not this step's
+        for layer in self.layers:  # writes of the step before are not this step's
+            fetcher = self.handle.memory.layer(layer).table.fetcher
+            if fetcher is not None:
+                fetcher.drain()
         _settle()
         began = time.perf_counter()
         if hash_again:  # every variant hashes once in its time; this one's rows were hashed before it

@@ -198,19 +198,19 @@ def paired_differences(points: Sequence[Mapping[str, Any]], baseline: str = "rho
     return figure
 
 
-def exposed_by_layer(cells: Sequence[Mapping[str, Any]]) -> Figure:
-    """Cells of `engram overlap` -> figure of the exposed time (ms) of single blocks, a line a store, phase and launch.
+def exposed_by_layer(cells: Sequence[Mapping[str, Any]], phase: str = "prefill", launch: str = "entry") -> Figure:
+    """Cells of `engram overlap` -> figure of the exposed time (ms) of single blocks, a line a store, with quartiles.
 
-    Raises ValueError when no cell has a single block.
+    Raises ValueError when no cell of this phase and launch has a single block.
     """
     lines: dict[str, list[tuple[int, float, float, float]]] = {}
     for cell in cells:
-        if len(cell["layers"]) == 1:
+        if len(cell["layers"]) == 1 and (cell["phase"], cell["launch"]) == (phase, launch):
             spread = [1e3 * (value - cell["t_ready"]) for value in cell["quartiles"]["prefetch"]]
-            point = (cell["layers"][0], 1e3 * cell["exposed"], spread[0], spread[1])
-            lines.setdefault(f"{cell['store']}, {cell['phase']}, {cell['launch']}", []).append(point)
+            lines.setdefault(cell["store"], []).append((cell["layers"][0], 1e3 * cell["exposed"], *spread))
     _require_points(point for points in lines.values() for point in points)
-    with _axes("Retrieval that a layer waits for", "memory block (0-based)", "exposed time, ms") as (figure, axes):
+    title = f"Retrieval that a layer waits for: {phase}, requested at {launch}"
+    with _axes(title, "memory block (0-based)", "exposed time, ms") as (figure, axes):
         axes.axhline(0, color=GREY, linewidth=0.9)
         for index, (name, points) in enumerate(lines.items()):
             layers, exposed, low, high = zip(*sorted(points), strict=True)

@@ -131,13 +131,14 @@ class EmulatedStore(HostStore):
 
 
 def run_config(config: str, overrides: list[str], out: str | None = None) -> dict[str, Any]:
-    """`engram overlap`: a YAML path -> the result of `measure`; with `out`, JSON and a figure there, too."""
+    """`engram overlap`: a YAML path -> the result of `measure`; with `out`, JSON and figures there, too."""
     cfg = from_dict(OverlapConfig, apply_overrides(load_yaml(config), overrides))
     found = measure(cfg)
     if out:
         folder = Path(out)
         write_json(folder / "overlap.json", found)
-        save_png(exposed_by_layer(found["cells"]), folder / "overlap.png")
+        for phase, launch in sorted({(cell["phase"], cell["launch"]) for cell in found["cells"]}):
+            save_png(exposed_by_layer(found["cells"], phase, launch), folder / f"overlap-{phase}-{launch}.png")
     return found
 
 
@@ -363,6 +364,23 @@ def first_hidden(cells: list[dict[str, Any]]) -> dict[str, int | None]:
         if found[key] is None and len(cell["layers"]) == 1 and hidden:
             found[key] = cell["layers"][0]
     return found
+
+
+def hidden_table(found: dict[str, Any], phase: str = "prefill", launch: str = "entry") -> str:
+    """A measurement -> Markdown: hidden share, fetch and exposed milliseconds of each single block, a row a store."""
+    cells = [c for c in found["cells"] if (c["phase"], c["launch"]) == (phase, launch) and len(c["layers"]) == 1]
+    blocks = sorted({cell["layers"][0] for cell in cells})
+    lines = [["store", "fetch, ms", *(f"block {block}" for block in blocks)], ["--:"] * (len(blocks) + 2)]
+    for store in dict.fromkeys(cell["store"] for cell in cells):
+        mine = {cell["layers"][0]: cell for cell in cells if cell["store"] == store}
+        texts = [
+            f"{1e3 * mine[b]['exposed']:.1f} ms"
+            + ("" if mine[b]["hidden"] is None else f", {mine[b]['hidden']:.0%} hidden")
+            for b in blocks
+        ]
+        fetch = statistics.median(cell["fetch"] for cell in mine.values())
+        lines.append([store, f"{1e3 * fetch:.1f}", *texts])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def show(found: dict[str, Any]) -> None:

@@ -128,7 +128,7 @@ def test_the_command_writes_json_and_a_figure(tmp_path: Path, capsys: pytest.Cap
     printed = json.loads(capsys.readouterr().out)
     assert {"hardware", "cells"} <= set(printed) and len(printed["cells"]) == 4
     assert json.loads((tmp_path / "overlap.json").read_text()) == printed
-    assert (tmp_path / "overlap.png").stat().st_size > 1000
+    assert (tmp_path / "overlap-prefill-entry.png").stat().st_size > 1000
     assert main(["overlap", str(config), *settings]) == 0
     assert "first block with nothing exposed" in capsys.readouterr().out
 

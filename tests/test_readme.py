@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from engram.eval.overlap import hidden_table
 from engram.eval.report import markdown_table, read_result, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +30,15 @@ def test_the_quickstart_table_is_that_of_the_committed_results() -> None:
     block = README.partition("<!-- quickstart -->\n")[2].partition("<!-- /quickstart -->")[0]
     assert markdown_table(results) in block and verdict(results) in block
     assert results[0]["hardware"]["cpu"] in block and results[0]["versions"]["torch"] in block
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/stores.md"])
+def test_the_overlap_table_is_that_of_the_committed_measurement(page: str) -> None:
+    found = json.loads((ROOT / "eval" / "results" / "overlap-cpu.json").read_text(encoding="utf-8"))
+    block = (
+        (ROOT / page).read_text(encoding="utf-8").partition("<!-- overlap -->\n")[2].partition("<!-- /overlap -->")[0]
+    )
+    assert hidden_table(found) in block and found["hardware"]["cpu"]["model"] in block
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -15,13 +15,14 @@ from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 
 import engram.optim
 from engram.attaching import attach
 from engram.backbone import BackboneConfig, build
 from engram.config import EngramConfig
+from engram.eval.bench_gather import gather_times
 from engram.info import machine
 from engram.layer import Engram
 from engram.table import Table as RowTable
@@ -37,6 +38,7 @@ def run(rounds: int = 30, rows: int = LARGE) -> dict[str, Any]:
     """All claims -> {"hardware", "claims"}; `rounds` timed rounds a claim, `rows` of the large table."""
     claims = [step_time(name, rounds, rows) for name in STEPPERS]
     claims += row_updates(rounds, rows=rows // 5)
+    claims += gathers(rounds)
     return {"hardware": machine(), "claims": claims}
 
 
@@ -128,6 +130,18 @@ def row_updates(rounds: int, rows: int, width: int = 64, lookups: int = 16_384) 
     return claims
 
 
+def gathers(rounds: int) -> list[dict[str, Any]]:
+    """Gather of 32,768 random host rows against `torch.index_select(out=)` and against a read-only C loop."""
+    claims = []
+    for size, times in gather_times(rounds).items():
+        for name, target in (("index_select", 1 / 0.9), ("ceiling", 1 / 0.5)):
+            if name in times:
+                claims.append(claim(f"host-gather-{size}-B-against-{name}", times["ours"], times[name], target))
+    if not any("ceiling" in one["id"] for one in claims):
+        Console(stderr=True).print("no C compiler: the read-only ceiling is not measured")
+    return claims
+
+
 def _update_seconds(backward: Callable[[], Any], optimizer: torch.optim.Optimizer) -> float:
     began = time.perf_counter()
     backward()
@@ -167,7 +181,7 @@ def claim(name: str, value: list[float], against: list[float], target: float) ->
 
 def show(found: dict[str, Any]) -> None:
     """Print the claims as a table."""
-    table = Table("claim", "median, ms", "against, ms", "ratio", "quartiles", "target", "")
+    table = Table(Column("claim", overflow="fold"), "median, ms", "against, ms", "ratio", "quartiles", "target", "")
     for one in found["claims"]:
         low, high = one["quartiles"]
         times = (f"{1e3 * one['value']:.3f}", f"{1e3 * one['against']:.3f}")

@@ -14,7 +14,8 @@ from engram.eval.report import markdown_table, read_result, verdict
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", README, flags=re.S))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LOG = ROOT / "eval" / "results" / "LOG.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", LOG, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("name", ["own", "attach"])
@@ -30,6 +31,16 @@ def test_the_quickstart_table_is_that_of_the_committed_results() -> None:
     block = README.partition("<!-- quickstart -->\n")[2].partition("<!-- /quickstart -->")[0]
     assert markdown_table(results) in block and verdict(results) in block
     assert results[0]["hardware"]["cpu"] in block and results[0]["versions"]["torch"] in block
+
+
+def test_the_difference_of_three_seeds_is_that_of_the_committed_study() -> None:
+    study = json.loads((LOG.parent / "quickstart-seeds.json").read_text(encoding="utf-8"))
+    found = study["arms"]["with memory"]["difference"]
+    assert found["seeds"] == [0, 1, 2]
+    assert f"{found['mean']:.4f} [{found['low']:.4f}, {found['high']:.4f}]" in LOG.read_text(encoding="utf-8")
+    prose = " ".join(README.split())
+    assert f"{found['mean']:.4f} nats/token, 95 % interval {found['low']:.4f} to {found['high']:.4f}" in prose
+    assert study["command"] in prose
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/stores.md"])

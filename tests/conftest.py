@@ -125,3 +125,18 @@ def _tiny_model(kind: str = "llama", vocab_size: int = 64, seed: int = 0, layers
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return getattr(transformers, f"{name}{head}")(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def corpus(folder: Path) -> Any:
+    """200 short documents of one .jsonl file, about 6,000 training tokens."""
+    from small_corpus import small_config, small_texts, write_jsonl
+
+    from engram.train.data import prepare
+
+    return prepare(small_config(folder, source=str(write_jsonl(folder / "text.jsonl", small_texts(200)))), seed=3)

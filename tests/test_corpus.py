@@ -13,30 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from small_corpus import small_config, small_texts, write_jsonl
 
 from engram.strict import ConfigError, from_dict, to_dict
 from engram.train import corpus as sources
 from engram.train import textfiles
 from engram.train.data import DataConfig, prepare
-
-WORDS = "memory table row gate hash token value key model layer seed prime order head bucket norm".split()  # noqa: SIM905
-
-
-def _texts(count: int, seed: int = 0) -> list[str]:
-    rng = np.random.default_rng(seed)
-    return [" ".join(rng.choice(WORDS, size=int(rng.integers(5, 60)))) + f".\nend {i}\n" for i in range(count)]
-
-
-def _jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts)), encoding="utf-8")
-    return path
-
-
-def _small(folder: Path, **changes: Any) -> DataConfig:
-    plain = {"vocab_size": 300, "seq_len": 16, "batch_size": 4, "holdout": 0.2, "validation_tokens": 256}
-    return DataConfig(**{**plain, "cache_dir": str(folder / "cache"), **changes})
 
 
 def _read(cfg: DataConfig) -> list[str]:
@@ -89,16 +72,16 @@ def test_builtin_needs_no_datasets_library(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(textfiles, "has_module", lambda name: name != "datasets")
     assert len(_read(DataConfig(max_documents=3))) == 3
     with pytest.raises(ConfigError, match="needs 'datasets'"):
-        _read(_small(tmp_path, source=str(_jsonl(tmp_path / "a.jsonl", _texts(2)))))
+        _read(small_config(tmp_path, source=str(write_jsonl(tmp_path / "a.jsonl", small_texts(2)))))
 
 
 def test_every_file_kind_compressed_and_plain_gives_the_same_documents(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    texts = [t.strip() + " é€\u2028x" for t in _texts(12)]
+    texts = [t.strip() + " é€\u2028x" for t in small_texts(12)]
     plain: dict[str, bytes] = {
-        "a.jsonl": _jsonl(tmp_path / "a.jsonl", texts).read_bytes(),
+        "a.jsonl": write_jsonl(tmp_path / "a.jsonl", texts).read_bytes(),
         "b.ndjson": b"".join(json.dumps({"text": t}, ensure_ascii=False).encode() + b"\n\n" for t in texts),
         "c.json": json.dumps([{"text": t, "k": 1} for t in texts]).encode(),
         "d.json": (tmp_path / "a.jsonl").read_bytes(),
@@ -200,7 +183,7 @@ def test_a_field_that_first_comes_late_is_no_problem(tmp_path: Path) -> None:
 def test_bad_files_are_named_with_the_reason(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message) as error:
-        prepare(_small(tmp_path, source=str(tmp_path / name)))
+        prepare(small_config(tmp_path, source=str(tmp_path / name)))
     assert name in str(error.value)
     cache = tmp_path / "cache"
     assert not cache.exists() or [p.name for p in cache.iterdir() if p.suffix != ".lock"] == []
@@ -212,10 +195,10 @@ def test_an_empty_parquet_and_a_missing_parquet_column(tmp_path: Path) -> None:
 
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
     with pytest.raises(ConfigError, match=r"none\.parquet is empty"):
-        prepare(_small(tmp_path, source=str(tmp_path / "none.parquet")))
+        prepare(small_config(tmp_path, source=str(tmp_path / "none.parquet")))
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "other.parquet")
     with pytest.raises(ConfigError, match="no text_column 'text'; present are 'body', 'n'"):
-        prepare(_small(tmp_path, source=str(tmp_path / "other.parquet")))
+        prepare(small_config(tmp_path, source=str(tmp_path / "other.parquet")))
     assert _read(DataConfig(source=str(tmp_path / "other.parquet"), text_column="body")) == ["x"]
 
 
@@ -236,7 +219,8 @@ def test_unknown_paths(source: str | tuple[str, ...], message: str) -> None:
 
 
 def test_validation_must_not_be_training_text(tmp_path: Path) -> None:
-    one, two = _jsonl(tmp_path / "a.jsonl", _texts(4)), _jsonl(tmp_path / "b.jsonl", _texts(3, seed=1))
+    one = write_jsonl(tmp_path / "a.jsonl", small_texts(4))
+    two = write_jsonl(tmp_path / "b.jsonl", small_texts(3, seed=1))
     with pytest.raises(ConfigError, match=r"b\.jsonl is in source too"):
         sources.open_sources(DataConfig(source=str(tmp_path), validation=str(two)))
     train, held = sources.open_sources(DataConfig(source=str(one), validation=str(two)))
@@ -253,11 +237,11 @@ def test_hugging_face_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, str
         asked.append((path, options))
         if path != "someone/some-data":
             raise ValueError("no such data set")
-        table = datasets.Dataset.from_dict({"text": _texts(30, seed=len(options["split"])), "n": list(range(30))})
+        table = datasets.Dataset.from_dict({"text": small_texts(30, seed=len(options["split"])), "n": list(range(30))})
         return table.to_iterable_dataset() if options["streaming"] else table
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    cfg = _small(
+    cfg = small_config(
         tmp_path,
         source="someone/some-data",
         subset="en",
@@ -277,11 +261,11 @@ def test_hugging_face_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, str
     prepare(cfg)
     assert len(asked) == before  # the cache answers without the network
     with pytest.raises(ConfigError, match=r"no existing path, and as a Hugging Face data set .* could not be loaded"):
-        prepare(_small(tmp_path, source="nobody/nothing"))
+        prepare(small_config(tmp_path, source="nobody/nothing"))
     with pytest.raises(ConfigError, match="present are 'text', 'n'"):
-        prepare(_small(tmp_path, source="someone/some-data", text_column="body"))
+        prepare(small_config(tmp_path, source="someone/some-data", text_column="body"))
     with pytest.raises(ConfigError, match="is the training split"):
-        prepare(_small(tmp_path, source="someone/some-data", validation="train"))
+        prepare(small_config(tmp_path, source="someone/some-data", validation="train"))
 
 
 def _leftovers() -> Iterator[Path]:
@@ -290,5 +274,5 @@ def _leftovers() -> Iterator[Path]:
 
 def test_reading_part_of_a_file_leaves_no_temporary_folder(tmp_path: Path) -> None:
     before = set(_leftovers())
-    _read(DataConfig(source=str(_jsonl(tmp_path / "a.jsonl", _texts(50))), max_documents=2))
+    _read(DataConfig(source=str(write_jsonl(tmp_path / "a.jsonl", small_texts(50))), max_documents=2))
     assert set(_leftovers()) <= before

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_corpus import WORDS, small_config, small_texts, write_jsonl
 
 from engram.strict import ConfigError
 from engram.train import corpus as sources
@@ -29,41 +30,14 @@ from engram.train.data import (
     prepare,
 )
 
-WORDS = "memory table row gate hash token value key model layer seed prime order head bucket norm".split()  # noqa: SIM905
 REAL = Path(os.environ.get("ENGRAM_CORPUS", Path(__file__).resolve().parents[2] / "shared" / "corpus"))
-
-
-def _texts(count: int, seed: int = 0) -> list[str]:
-    rng = np.random.default_rng(seed)
-    return [" ".join(rng.choice(WORDS, size=int(rng.integers(5, 60)))) + f".\nend {i}\n" for i in range(count)]
-
-
-def _jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts)), encoding="utf-8")
-    return path
-
-
-def _small(folder: Path, **changes: Any) -> DataConfig:
-    plain = {"vocab_size": 300, "seq_len": 16, "batch_size": 4, "holdout": 0.2, "validation_tokens": 256}
-    return DataConfig(**{**plain, "cache_dir": str(folder / "cache"), **changes})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data")
-
-
-@pytest.fixture(scope="module")
-def corpus(folder: Path) -> Corpus:
-    """200 short documents of one .jsonl file, about 6,000 training tokens."""
-    return prepare(_small(folder, source=str(_jsonl(folder / "text.jsonl", _texts(200)))), seed=3)
 
 
 # --- tokenizer -----------------------------------------------------------------------------------------------------
 
 
 def test_bpe_is_deterministic_lossless_and_has_eot_zero() -> None:
-    one, two = (tokens.train_bpe(_texts(40), 320) for _ in range(2))
+    one, two = (tokens.train_bpe(small_texts(40), 320) for _ in range(2))
     assert tokens.tokenizer_sha256(one) == tokens.tokenizer_sha256(two)
     assert one.eos_token_id == 0 and one.convert_ids_to_tokens(0) == "<|endoftext|>"
     assert tokens.vocabulary_size(one) == 320 == len(one)
@@ -71,18 +45,18 @@ def test_bpe_is_deterministic_lossless_and_has_eot_zero() -> None:
     (ids,) = tokens.encoder(one)([odd])
     assert one.decode(ids) == odd
     assert 0 not in ids  # the name of the token in a text is text
-    assert tokens.tokenizer_sha256(tokens.train_bpe(_texts(40, seed=1), 320)) != tokens.tokenizer_sha256(one)
+    assert tokens.tokenizer_sha256(tokens.train_bpe(small_texts(40, seed=1), 320)) != tokens.tokenizer_sha256(one)
 
 
 def test_tokenizer_files_and_folders(tmp_path: Path, folder: Path, corpus: Corpus) -> None:
     source = corpus.config.source
-    again = prepare(_small(folder, source=source, tokenizer=str(corpus.folder / "tokenizer.json")))
+    again = prepare(small_config(folder, source=source, tokenizer=str(corpus.folder / "tokenizer.json")))
     assert again.train.sha256 == corpus.train.sha256 and again.folder != corpus.folder and again.eot == 0
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "tokenizer.json").write_bytes((corpus.folder / "tokenizer.json").read_bytes())
     for name in (bare, bare / "tokenizer.json", corpus.folder):
-        same = prepare(_small(folder, source=source, tokenizer=str(name)))
+        same = prepare(small_config(folder, source=source, tokenizer=str(name)))
         assert same.folder == again.folder, name
     assert type(again.tokenizer).__name__ == type(corpus.tokenizer).__name__
 
@@ -100,15 +74,19 @@ def test_a_loaded_tokenizer_adds_cuts_and_pads_nothing(tmp_path: Path, capsys: p
     word.enable_truncation(3)
     word.enable_padding(length=50)
     word.save(str(tmp_path / "word.json"))
-    source = str(_jsonl(tmp_path / "a.jsonl", ["memory table row gate far", "hash token"] * 20 + ["gate </s> gate"]))
-    cfg = _small(tmp_path, source=source, tokenizer=str(tmp_path / "word.json"), validation_tokens=16, holdout=0.1)
+    source = str(
+        write_jsonl(tmp_path / "a.jsonl", ["memory table row gate far", "hash token"] * 20 + ["gate </s> gate"])
+    )
+    cfg = small_config(
+        tmp_path, source=source, tokenizer=str(tmp_path / "word.json"), validation_tokens=16, holdout=0.1
+    )
     with pytest.raises(ConfigError, match=r"no eos token; set eot to one of its special tokens: '\[CLS\]', '</s>'"):
         prepare(cfg)
     with pytest.raises(ConfigError, match="eot: 'nope' is not in tokenizer"):
-        prepare(_small(tmp_path, source=source, tokenizer=str(tmp_path / "word.json"), eot="nope"))
-    validation = str(_jsonl(tmp_path / "v.jsonl", _texts(5)))
+        prepare(small_config(tmp_path, source=source, tokenizer=str(tmp_path / "word.json"), eot="nope"))
+    validation = str(write_jsonl(tmp_path / "v.jsonl", small_texts(5)))
     made = prepare(
-        _small(
+        small_config(
             tmp_path,
             source=source,
             tokenizer=str(tmp_path / "word.json"),
@@ -127,9 +105,9 @@ def test_a_loaded_tokenizer_adds_cuts_and_pads_nothing(tmp_path: Path, capsys: p
 
 
 def test_tokenizer_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = str(_jsonl(tmp_path / "a.jsonl", _texts(10)))
+    source = str(write_jsonl(tmp_path / "a.jsonl", small_texts(10)))
     with pytest.raises(ConfigError, match=r"tokenizer: '\./nope' does not exist"):
-        prepare(_small(tmp_path, source=source, tokenizer="./nope"))
+        prepare(small_config(tmp_path, source=source, tokenizer="./nope"))
     import transformers
 
     def unreachable(name: str) -> None:
@@ -139,12 +117,12 @@ def test_tokenizer_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(
         ConfigError, match="'some/name' is neither 'bpe' nor a tokenizer .* no connection for some/name"
     ):
-        prepare(_small(tmp_path, source=source, tokenizer="some/name"))
+        prepare(small_config(tmp_path, source=source, tokenizer="some/name"))
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(ConfigError, match="neither 'bpe' nor a tokenizer that could be loaded"):
-        prepare(_small(tmp_path, source=source, tokenizer=str(tmp_path / "bad.json")))
+        prepare(small_config(tmp_path, source=source, tokenizer=str(tmp_path / "bad.json")))
     with pytest.raises(ConfigError, match="eot: 'x' cannot be set with tokenizer 'bpe'"):
-        prepare(_small(tmp_path, source=source, eot="x"))
+        prepare(small_config(tmp_path, source=source, eot="x"))
 
 
 # --- shards and cache ----------------------------------------------------------------------------------------------
@@ -162,7 +140,7 @@ def test_documents_are_eot_and_tokens_and_decode_to_the_text(corpus: Corpus) -> 
         assert shards.counts["characters"] == sum(map(len, texts))
         assert shards.sha256 == hashlib.sha256(tokens_N.tobytes()).hexdigest()
         found += texts
-    assert sorted(found) == sorted(_texts(200))
+    assert sorted(found) == sorted(small_texts(200))
 
 
 def test_meta_and_description_say_everything_that_matters(corpus: Corpus) -> None:
@@ -177,10 +155,10 @@ def test_meta_and_description_say_everything_that_matters(corpus: Corpus) -> Non
 
 
 def test_holdout_is_by_content_and_share(folder: Path, tmp_path: Path) -> None:
-    texts = _texts(300) + _texts(20)  # twenty of them twice
-    one = prepare(_small(folder, source=str(_jsonl(tmp_path / "a.jsonl", texts))))
-    two = prepare(_small(folder, source=str(_jsonl(tmp_path / "b.jsonl", texts[::-1]))))
-    other = prepare(_small(folder, source=str(tmp_path / "a.jsonl"), holdout_seed=1))
+    texts = small_texts(300) + small_texts(20)  # twenty of them twice
+    one = prepare(small_config(folder, source=str(write_jsonl(tmp_path / "a.jsonl", texts))))
+    two = prepare(small_config(folder, source=str(write_jsonl(tmp_path / "b.jsonl", texts[::-1]))))
+    other = prepare(small_config(folder, source=str(tmp_path / "a.jsonl"), holdout_seed=1))
 
     def held(corpus: Corpus) -> list[str]:
         shards = corpus.validation
@@ -194,7 +172,7 @@ def test_holdout_is_by_content_and_share(folder: Path, tmp_path: Path) -> None:
 
 def test_few_documents_still_give_validation_and_long_ones_do_not_fill_it(tmp_path: Path) -> None:
     texts = [f"document {i} " + "some words of it " * 6000 for i in range(3)]  # 100 k characters each
-    cfg = _small(tmp_path, source=str(_jsonl(tmp_path / "a.jsonl", texts)), holdout=1e-6)
+    cfg = small_config(tmp_path, source=str(write_jsonl(tmp_path / "a.jsonl", texts)), holdout=1e-6)
     made = prepare(cfg)
     assert made.train.documents == 2 and made.validation.documents == 1
     assert made.validation.counts["characters"] == sources.LONGEST_HELD_OUT
@@ -204,32 +182,34 @@ def test_few_documents_still_give_validation_and_long_ones_do_not_fill_it(tmp_pa
 def test_the_cache_is_used_and_keyed_by_all_that_decides_its_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = _jsonl(tmp_path / "a.jsonl", _texts(40))
-    base = _small(tmp_path, source=str(source), validation_tokens=32)
+    source = write_jsonl(tmp_path / "a.jsonl", small_texts(40))
+    base = small_config(tmp_path, source=str(source), validation_tokens=32)
     first = prepare(base)
     stamp = (first.folder / "meta.json").stat().st_mtime_ns
     changed = {"vocab_size": 310, "holdout": 0.3, "holdout_seed": 1, "max_documents": 35, "tokenizer_characters": 500}
     folders = {first.folder}
     for name, value in changed.items():
-        folders.add(prepare(_small(tmp_path, **{"source": str(source), "validation_tokens": 32, name: value})).folder)
+        folders.add(
+            prepare(small_config(tmp_path, **{"source": str(source), "validation_tokens": 32, name: value})).folder
+        )
     assert len(folders) == 1 + len(changed)
 
     monkeypatch.setattr(data, "_build", lambda *_: pytest.fail("built again"))
     moved = tmp_path / "moved.jsonl"
     source.rename(moved)
     for same in ({"source": str(moved)}, {"source": str(moved), "seq_len": 8, "batch_size": 2, "epochs": 3}):
-        assert prepare(_small(tmp_path, **{"validation_tokens": 32, **same}), seed=9).folder == first.folder
+        assert prepare(small_config(tmp_path, **{"validation_tokens": 32, **same}), seed=9).folder == first.folder
     assert (first.folder / "meta.json").stat().st_mtime_ns == stamp
     text = moved.read_text()
     moved.write_text(text.replace("memory", "mummery", 1))
     with pytest.raises(pytest.fail.Exception, match="built again"):
-        prepare(_small(tmp_path, source=str(moved), validation_tokens=32))
+        prepare(small_config(tmp_path, source=str(moved), validation_tokens=32))
 
 
 def test_a_build_that_fails_or_comes_second_leaves_the_cache_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = _small(tmp_path, source=str(_jsonl(tmp_path / "a.jsonl", _texts(40))), validation_tokens=32)
+    cfg = small_config(tmp_path, source=str(write_jsonl(tmp_path / "a.jsonl", small_texts(40))), validation_tokens=32)
     cache = tmp_path / "cache"
 
     def interrupted(*_: Any) -> None:
@@ -255,7 +235,7 @@ def test_a_build_that_fails_or_comes_second_leaves_the_cache_whole(
 def test_a_second_caller_waits_and_builds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cfg = _small(tmp_path, source=str(_jsonl(tmp_path / "a.jsonl", _texts(40))), validation_tokens=32)
+    cfg = small_config(tmp_path, source=str(write_jsonl(tmp_path / "a.jsonl", small_texts(40))), validation_tokens=32)
     inside, release, built = threading.Event(), threading.Event(), []
     build = data._build
 
@@ -280,9 +260,9 @@ def test_a_second_caller_waits_and_builds_nothing(
 
 def test_progress_counts_characters_towards_a_known_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "BATCH_CHARACTERS", 2000)
-    texts = _texts(40)
+    texts = small_texts(40)
     total, told = sum(map(len, texts)), []
-    cfg = _small(tmp_path, source=str(_jsonl(tmp_path / "a.jsonl", texts)), validation_tokens=32)
+    cfg = small_config(tmp_path, source=str(write_jsonl(tmp_path / "a.jsonl", texts)), validation_tokens=32)
     prepare(cfg, progress=lambda *step: told.append(step))
     assert len(told) > 3 and told[-1] == ("tokenizing", total, total)
     done = [step[1] for step in told]
@@ -291,7 +271,7 @@ def test_progress_counts_characters_towards_a_known_total(tmp_path: Path, monkey
 
 @pytest.mark.slow
 def test_two_processes_prepare_at_once(tmp_path: Path) -> None:
-    source = _jsonl(tmp_path / "a.jsonl", _texts(3000))
+    source = write_jsonl(tmp_path / "a.jsonl", small_texts(3000))
     script = textwrap.dedent(
         """
         import json, sys
@@ -318,7 +298,7 @@ def test_two_processes_prepare_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["train.tokens.bin", "validation.offsets.bin", "tokenizer.json", "meta.json"])
 def test_a_damaged_cache_is_refused(tmp_path: Path, victim: str) -> None:
-    cfg = _small(tmp_path, source=str(_jsonl(tmp_path / "a.jsonl", _texts(40))), validation_tokens=32)
+    cfg = small_config(tmp_path, source=str(write_jsonl(tmp_path / "a.jsonl", small_texts(40))), validation_tokens=32)
     path = prepare(cfg).folder / victim
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(ConfigError, match=r"cache_dir: .*delete that folder to rebuild it"):
@@ -327,16 +307,16 @@ def test_a_damaged_cache_is_refused(tmp_path: Path, victim: str) -> None:
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    source = str(_jsonl(tmp_path / "a.jsonl", _texts(40)))
+    source = str(write_jsonl(tmp_path / "a.jsonl", small_texts(40)))
     with pytest.raises(ConfigError, match=r"cache_dir: .*file.* cannot be written"):
-        prepare(_small(tmp_path, source=source, cache_dir=str(tmp_path / "file" / "cache")))
+        prepare(small_config(tmp_path, source=source, cache_dir=str(tmp_path / "file" / "cache")))
 
 
 def test_long_documents_are_tokenized_in_pieces_of_one_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "BATCH_CHARACTERS", 700)
-    texts = _texts(30)
+    texts = small_texts(30)
     bpe = tokens.train_bpe(texts, 300)
     writer = tokens.ShardWriter(tmp_path, "train", 300, 0)
     advanced: list[int] = []

@@ -10,29 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from disk_tables import SPEC, THREADS, all_rows, wrote_all
 
 from engram.stores.base import TableSpec
 from engram.stores.disk import DiskStore
 from engram.stores.rowfile import PAGE
 from engram.strict import ConfigError
-
-THREADS = {"backend": "threads", "direct": False, "threads": 2}
-SPEC = TableSpec(1000, 66, seed=5)
-"""264 bytes a row: 15 a page, with a gap."""
-
-
-def all_rows(store: DiskStore) -> Tensor:
-    return store.gather(torch.arange(store.spec.rows))
-
-
-def wrote_all(path: Path, **options: Any) -> tuple[DiskStore, Tensor]:
-    """A committed table of SPEC with every row written, and its values."""
-    store = DiskStore(path, SPEC, **options)
-    values = torch.randn(SPEC.rows, SPEC.width)
-    store.update(torch.arange(SPEC.rows), values)
-    store.commit_checkpoint(store.prepare_checkpoint())
-    return store, values
 
 
 def test_zero_rows(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from disk_tables import all_rows
 from torch import Tensor
 
 from engram.stores.base import TableSpec
@@ -44,10 +45,6 @@ RECORDS = [
     (np.array([0]), np.array([False])),
     (np.array([50, 51]), np.array([True, True])),
 ]
-
-
-def all_rows(store: DiskStore) -> Tensor:
-    return store.gather(torch.arange(store.spec.rows))
 
 
 def content(folder: Path) -> dict[str, bytes]:

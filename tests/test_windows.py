@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_corpus import small_config
 
 from engram.strict import ConfigError
 from engram.train.data import (
     Corpus,
-    DataConfig,
     TokenShards,
     WindowReader,
     make_batch,
@@ -25,34 +25,6 @@ from engram.train.data import (
     validation_batches,
     validation_starts,
 )
-
-WORDS = "memory table row gate hash token value key model layer seed prime order head bucket norm".split()  # noqa: SIM905
-
-
-def _texts(count: int, seed: int = 0) -> list[str]:
-    rng = np.random.default_rng(seed)
-    return [" ".join(rng.choice(WORDS, size=int(rng.integers(5, 60)))) + f".\nend {i}\n" for i in range(count)]
-
-
-def _jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts)), encoding="utf-8")
-    return path
-
-
-def _small(folder: Path, **changes: Any) -> DataConfig:
-    plain = {"vocab_size": 300, "seq_len": 16, "batch_size": 4, "holdout": 0.2, "validation_tokens": 256}
-    return DataConfig(**{**plain, "cache_dir": str(folder / "cache"), **changes})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data")
-
-
-@pytest.fixture(scope="module")
-def corpus(folder: Path) -> Corpus:
-    """200 short documents of one .jsonl file, about 6,000 training tokens."""
-    return prepare(_small(folder, source=str(_jsonl(folder / "text.jsonl", _texts(200)))), seed=3)
 
 
 def test_position_ids_restart_at_every_eot_and_window() -> None:
@@ -219,7 +191,7 @@ def test_too_little_data_is_an_error(corpus: Corpus, folder: Path) -> None:
     with pytest.raises(ConfigError, match="fewer than one batch of 4000"):
         WindowReader(corpus.train, 16, 4000)
     with pytest.raises(ConfigError, match=r"seq_len: 5000 needs 5001 validation tokens"):
-        prepare(_small(folder, source=corpus.config.source, seq_len=5000, validation_tokens=5000))
+        prepare(small_config(folder, source=corpus.config.source, seq_len=5000, validation_tokens=5000))
 
 
 def test_validation_windows_are_spread_over_all_documents(corpus: Corpus) -> None:
@@ -245,7 +217,7 @@ def test_validation_windows_are_spread_over_all_documents(corpus: Corpus) -> Non
 def test_less_validation_text_than_asked_is_said(
     corpus: Corpus, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = prepare(_small(folder, source=corpus.config.source, validation_tokens=10**6))
+    made = prepare(small_config(folder, source=corpus.config.source, validation_tokens=10**6))
     assert "validation_tokens: 1000000 asked" in capsys.readouterr().err
     count = sum(b["labels"].numel() for b in made.validation_batches())
     assert count == made.description["validation_tokens"] == (len(made.validation) - 1) // 16 * 16

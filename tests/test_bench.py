@@ -35,11 +35,14 @@ def test_the_command_prints_claims(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert {"id", "value", "against", "ratio", "target", "ok"} <= set(one)
     names = ["model-step-at-2e+04-rows", "layer-step-at-2e+04-rows"]
     names += ["row-update-against-sparse-adam", "row-update-against-dense-adam"]
-    ids = [one["id"] for one in found["claims"]]
-    assert ids[:4] == names and len(ids) in (7, 10)
+    targets = {one["id"]: one["target"] for one in found["claims"]}
+    assert list(targets)[:4] == names and len(targets) in (7, 10)
+    assert [targets[name] for name in names] == pytest.approx([1.05, 1.05, 1 / 3, 0.01])
     for size in (256, 1024, 4096):
-        assert f"host-gather-{size}-B-against-index_select" in ids
+        assert targets[f"host-gather-{size}-B-against-index_select"] == pytest.approx(1.11, abs=0.005)
+        assert targets.get(f"host-gather-{size}-B-against-ceiling", 2) == 2  # absent without a C compiler
     assert main(["bench", "--rounds", "2"]) == 0
+    assert "…" not in capsys.readouterr().out  # names are whole in a narrow terminal too
 
 
 def test_the_c_loop_reads_the_very_rows(tmp_path: Path) -> None:

@@ -18,6 +18,10 @@ ifneq ($(origin PYTHON),file)
 CHOSEN := $(PYTHON)
 endif
 
+# Kernels in Triton's interpreter: a process of its own, because the interpreter is chosen when kernels are imported.
+# Status 5 is pytest's "nothing was selected", which ARGS="-k ..." for the other tests brings about here.
+KERNEL_TESTS = echo "== pytest, kernels in the interpreter"; kernels() { TRITON_INTERPRET=1 $(BIN)/pytest tests/triton "$$@" || [ $$? -eq 5 ]; }; kernels
+
 .PHONY: quickstart test test-all lint setup clean
 
 quickstart: $(STAMP)
@@ -26,11 +30,13 @@ quickstart: $(STAMP)
 
 test: lint
 	@echo "== pytest, without the slow tests"
-	@$(BIN)/pytest -m "not slow" $(ARGS)
+	@$(BIN)/pytest -m "not slow" --ignore=tests/triton $(ARGS)
+	@$(KERNEL_TESTS) -m "not slow" $(ARGS)
 
 test-all: lint
 	@echo "== pytest, all tests"
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest --ignore=tests/triton $(ARGS)
+	@$(KERNEL_TESTS) $(ARGS)
 
 lint: $(STAMP)
 	@echo "== ruff"

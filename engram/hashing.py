@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from engram.compress import TokenMap
 from engram.config import ANY_ID, ConfigError, EngramConfig
-from engram.window import look_back
+from engram.kernels.dispatch import HashConstants, hash_rows, reciprocals, rows_of_windows, stack, windows_of_ids
 
 LAYER_STRIDE = 10007  # distance of the generator seeds of two layers, in every family of the XOR engine
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -126,6 +126,7 @@ class NgramHash(nn.Module):
     digest: Tensor
     masked: Tensor
     class_of: Tensor | None
+    constants: HashConstants
 
     def __init__(
         self, cfg: EngramConfig, layer: int, vocab_size: int | None = None, token_map: TokenMap | None = None
@@ -149,6 +150,7 @@ class NgramHash(nn.Module):
             "multipliers": multipliers(cfg, layer, self.classes) if xor else coefficients(cfg, sizes, self.classes),
             "digest": self._digest(),
         }
+        self.stacked: tuple[list[HashConstants], HashConstants] | None = None  # of `rows_of_layers`
         self._build(torch.get_default_device())
 
     def _digest(self) -> tuple[int, ...]:
@@ -171,7 +173,39 @@ class NgramHash(nn.Module):
             self.register_buffer("masked", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
             class_of = None if self.token_map is None else self.token_map.map.to(device)
             self.register_buffer("class_of", class_of, persistent=False)
+            self.constants = self._kernel_constants(device)
         self._written = {} if device.type == "meta" else {name: self._writes(name) for name in self._constants}
+
+    def _kernel_constants(self, device: torch.device) -> HashConstants:
+        """The same constants as the operations of kernels/ take them: one line of multipliers per column."""
+        cfg, sizes = self.cfg, self._constants["sizes"]
+        lines = self._constants["multipliers"]
+        if cfg.hash.engine == "xor":
+            orders = [order for order in cfg.orders for _ in range(cfg.heads)]
+            lines = [list(lines[:order]) + [0] * (cfg.max_order - order) for order in orders]
+            largest = 2 ** (cfg.hash.width - 1) - 1  # see `multipliers`
+        else:
+            wraps = any(number < 0 for line in lines for number in line)
+            largest = 2**63 if wraps else max((self.classes - 1) * sum(line) for line in lines)
+        inverse, exact = reciprocals(sizes, largest)
+        eos = cfg.eos if cfg.boundary == "eos" else ()
+        numbers = (torch.tensor(values, dtype=torch.int64, device=device) for values in (lines, inverse, eos))
+        multipliers_KN, reciprocals_K, eos_E = numbers
+        return HashConstants(
+            multipliers_KN,
+            self.sizes,
+            self.offsets,
+            reciprocals_K,
+            eos_E,
+            self.class_of,
+            orders=cfg.orders,
+            heads=cfg.heads,
+            limit=self.vocab_size if self.class_of is None else len(self.class_of),
+            filler=self.filler,
+            xor=cfg.hash.engine == "xor",
+            narrow=cfg.hash.width == 32,
+            exact_reciprocal=exact,
+        )
 
     def _writes(self, name: str) -> int:
         return int(getattr(self, name)._version)
@@ -218,6 +252,18 @@ class NgramHash(nn.Module):
         history: Tensor | None = None,
     ) -> Tensor:
         """Ids [B, T] -> windows of classes [B, T, N], int64. Arguments as in `rows`."""
+        asked = self._asked(ids_BT, segment_ids, blocked, mask, history)
+        return windows_of_ids(asked[0], self.constants, *asked[1:], self.masked)
+
+    def _asked(
+        self,
+        ids_BT: Tensor,
+        segment_ids: Tensor | None,
+        blocked: Tensor | None,
+        mask: Tensor | None,
+        history: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, int]:
+        """Arguments of `rows`, checked -> ids, padding, blocked positions, segments, and how many ids are history."""
         _check_ids(ids_BT)
         self._ensure_constants(ids_BT.device)
         ids_BT = ids_BT.to(self.sizes.device, torch.int64)
@@ -228,42 +274,14 @@ class NgramHash(nn.Module):
         pad_BT = None if keep_BT is None else ~keep_BT
         if history is not None:
             ids_BT, pad_BT, dead_BT, segment_BT = _with_history(history, ids_BT, pad_BT, dead_BT, segment_BT)
-        limit = self.vocab_size if self.class_of is None else len(self.class_of)
-        outside_BT = (ids_BT < 0) | (ids_BT >= limit)
-        counted_BT = outside_BT if pad_BT is None else outside_BT & ~pad_BT
-        self.masked += counted_BT[:, ids_BT.shape[1] - length :].sum()
-        canon_BT = ids_BT.masked_fill(outside_BT, 0)
-        if self.class_of is not None:
-            canon_BT = self.class_of[canon_BT]
-        canon_BT = canon_BT.masked_fill(outside_BT if pad_BT is None else outside_BT | pad_BT, self.filler)
-        barrier_BT = pad_BT
-        if self.cfg.boundary == "eos":
-            eos_BT = torch.isin(ids_BT, torch.tensor(self.cfg.eos, device=ids_BT.device))
-            barrier_BT = eos_BT if barrier_BT is None else barrier_BT | eos_BT
-        window_BTN = look_back(canon_BT, self.cfg.max_order, self.filler, barrier_BT, dead_BT, segment_BT)
-        return window_BTN[:, window_BTN.shape[1] - length :]
+        return ids_BT, pad_BT, dead_BT, segment_BT, ids_BT.shape[1] - length
 
     @torch.no_grad()
     def rows_of_window(self, window_BTN: Tensor) -> Tensor:
         """Windows of classes [B, T, N] -> row numbers [B, T, C], int64, head offsets included."""
-        mixes = self._xor(window_BTN) if self.cfg.hash.engine == "xor" else self._polynomial(window_BTN)
-        return torch.remainder(mixes, self.sizes) + self.offsets
+        return rows_of_windows(window_BTN, self.constants)[0]
 
-    def _xor(self, window_BTN: Tensor) -> Tensor:
-        products_BTN = window_BTN * self.multipliers
-        if self.cfg.hash.width == 32:
-            products_BTN = products_BTN.to(torch.int32)
-        mix_BT, mixes = products_BTN[..., 0], []
-        for order in range(1, self.cfg.max_order + 1):
-            if order > 1:
-                mix_BT = mix_BT ^ products_BTN[..., order - 1]
-            if order in self.cfg.orders:
-                mixes.append(mix_BT)
-        return torch.stack(mixes, dim=-1).to(torch.int64).repeat_interleave(self.cfg.heads, dim=-1)
-
-    def _polynomial(self, window_BTN: Tensor) -> Tensor:
-        return (window_BTN.unsqueeze(-2) * self.multipliers).sum(dim=-1)
-
+    @torch.no_grad()
     def rows(
         self,
         ids_BT: Tensor,
@@ -285,12 +303,34 @@ class NgramHash(nn.Module):
 
         Raises TypeError for ids, masks or segments that are no integers and ValueError for shapes that do not fit.
         """
-        return self.rows_of_window(
-            self.window(ids_BT, segment_ids=segment_ids, blocked=blocked, mask=mask, history=history)
-        )
+        asked = self._asked(ids_BT, segment_ids, blocked, mask, history)
+        return hash_rows(asked[0], self.constants, *asked[1:], self.masked)[0]
 
     def extra_repr(self) -> str:
         return f"layer={self.layer}, classes={self.classes}, rows={self.total_rows}, engine={self.cfg.hash.engine}"
+
+
+@torch.no_grad()
+def rows_of_layers(
+    hashes: Sequence[NgramHash],
+    ids_BT: Tensor,
+    *,
+    segment_ids: Tensor | None = None,
+    blocked: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> list[Tensor]:
+    """Row numbers [B, T, C] of the ids for several layers of one configuration, hashed at once; see `NgramHash.rows`.
+
+    Ids outside the vocabulary are counted in the first layer's `masked` alone.
+    """
+    first = hashes[0]
+    asked = first._asked(ids_BT, segment_ids, blocked, mask)
+    for other in hashes[1:]:
+        other._ensure_constants(ids_BT.device)
+    constants = [one.constants for one in hashes]
+    if first.stacked is None or any(a is not b for a, b in zip(first.stacked[0], constants, strict=True)):
+        first.stacked = (constants, stack(constants))
+    return list(hash_rows(asked[0], first.stacked[1], *asked[1:], first.masked))
 
 
 def _vocabulary(cfg: EngramConfig, vocab_size: int | None, token_map: TokenMap | None) -> int:

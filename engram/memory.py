@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from engram.compress import TokenMap
 from engram.config import ConfigError, EngramConfig
+from engram.hashing import rows_of_layers
 from engram.layer import Engram
 from engram.prefetch import Ticket
 from engram.table import Table
@@ -163,15 +164,17 @@ class Memory(nn.Module):
     ) -> Step:
         """The row numbers of a forward for all layers, nothing fetched yet."""
         first = self.layer(self.cfg.layers[0])
-        window_BTN = first.hash.window(ids_BT, segment_ids=segment_ids, blocked=blocked, mask=mask)
-        rows = {layer: self.layer(layer).hash.rows_of_window(window_BTN) for layer in self.cfg.layers}
-        keep_BT = None if mask is None else mask.to(window_BTN.device).bool()
+        device = first.hash.sizes.device
+        hashes = [module.hash for module in self.modules_by_layer()]
+        by_layer = rows_of_layers(hashes, ids_BT, segment_ids=segment_ids, blocked=blocked, mask=mask)
+        rows = dict(zip(self.cfg.layers, by_layer, strict=True))
+        keep_BT = None if mask is None else mask.to(device).bool()
         if blocked is not None:
-            live_BT = ~blocked.to(window_BTN.device).bool()
+            live_BT = ~blocked.to(device).bool()
             keep_BT = live_BT if keep_BT is None else keep_BT & live_BT
         segment_BT = None
         if segment_ids is not None and self.cfg.boundary != "none":
-            segment_BT = segment_ids.to(window_BTN.device)
+            segment_BT = segment_ids.to(device)
         return Step(rows, segment_BT=segment_BT, keep_BT=keep_BT, asked=(ids_BT, segment_ids, blocked, mask))
 
     def _launch(self, step: Step, ahead: bool) -> None:

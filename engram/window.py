@@ -1,57 +1,18 @@
-"""Which earlier ids a position may see.
-
-    window_BTN = look_back(canon_BT, 3, filler=2, barrier_BT=..., segment_BT=...)
+"""Which earlier ids a position may see: the rule, and packed documents from position ids.
 
 Slot s of a window is the id s places back, slot 0 the current one. Walking back from the current token, a slot is
 blocked when it lies before the text, on a barrier (padding, end of text, image span), or in another packed document.
 Once one slot is blocked all older slots are blocked too, and blocked slots hold the filler class: the rule of
-DeepSeek-V4.1 (start, image spans), Qwen3.8 and LongCat (end of text), stated once.
+DeepSeek-V4.1 (start, image spans), Qwen3.8 and LongCat (end of text), stated once. In plain torch it is
+`look_back` of kernels/reference_rows.py.
 
-Shapes: B batch, T time, N longest n-gram, H length of the history.
+Shapes: B batch, T time.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def look_back(
-    canon_BT: Tensor,
-    order: int,
-    filler: int,
-    barrier_BT: Tensor | None = None,
-    dead_BT: Tensor | None = None,
-    segment_BT: Tensor | None = None,
-) -> Tensor:
-    """Class ids [B, T] -> windows [B, T, order], int64, blocked slots filled with `filler`.
-
-    barrier_BT  True where a later position may not look (end of text, padding); the position itself keeps its window.
-    dead_BT     True where the whole window is blocked, the current slot included, and nobody may look (image spans).
-    segment_BT  number of the packed document of each position; a window never crosses from one to another.
-    """
-    slots = [canon_BT]
-    open_BT = torch.ones_like(canon_BT, dtype=torch.bool)
-    if dead_BT is not None:
-        slots = [canon_BT.masked_fill(dead_BT, filler)]
-        open_BT = ~dead_BT
-        barrier_BT = dead_BT if barrier_BT is None else barrier_BT | dead_BT
-    for back in range(1, order):
-        open_BT = open_BT & shift(torch.ones_like(open_BT), back, False)
-        if barrier_BT is not None:
-            open_BT = open_BT & ~shift(barrier_BT, back, True)
-        if segment_BT is not None:
-            open_BT = open_BT & (shift(segment_BT, back, -1) == segment_BT)
-        slots.append(torch.where(open_BT, shift(canon_BT, back, filler), filler))
-    return torch.stack(slots, dim=-1)
-
-
-def shift(values_BT: Tensor, back: int, fill: int | bool) -> Tensor:
-    """Move every sequence `back` places to the right, [B, T] -> [B, T]; the first places hold `fill`."""
-    length = values_BT.shape[1]
-    back = min(back, length)
-    head_Bs = values_BT.new_full((values_BT.shape[0], back), fill)
-    return torch.cat([head_Bs, values_BT[:, : length - back]], dim=1)
 
 
 def document_numbers(segment_BT: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""The row update on a CPU in one pass per row (numba): sums of duplicates, and the row-wise rules.
+"""Hashing and the row update on a CPU in one pass (numba): row numbers, sums of duplicates, the row-wise rules.
 
-Same results as kernels/reference.py up to the rounding of one mean: sums run in the same fixed order, in fp32. In plain
-torch the update of 16,384 look-ups in a 2M x 64 table is eleven passes over [U, W]; here it is two. Releases the GIL.
+Row numbers are those of kernels/reference_rows.py; sums and rules are those of kernels/reference.py up to the rounding
+of one mean: sums run in the same fixed order, in fp32. In plain torch hashing is about 39 passes over [B, T, C], and
+the update of 16,384 look-ups in a 2M x 64 table eleven over [U, W]; here they are one and two. Releases the GIL.
 
-Shapes: n looked-up rows (with duplicates), U distinct rows, W row width.
+Shapes: n looked-up rows (with duplicates), U distinct rows, W row width; B, T, N, C, G, K as in reference_rows.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from engram.kernels.reference_rows import HashConstants
 
 Functions = dict[str, Callable[..., Any]]
 
@@ -65,7 +68,111 @@ def _functions() -> Functions:
             for w in range(width):
                 new_UW[u, w] = values_UW[u, w] - scale * grads_UW[u, w]
 
-    return {"sum_sorted": sum_sorted, "adam": adam, "adagrad": adagrad}
+    return {"sum_sorted": sum_sorted, "adam": adam, "adagrad": adagrad, "hash_lines": _hash_lines(numba, np)}
+
+
+def _hash_lines(numba: Any, np: Any) -> Callable[..., Any]:
+    low = np.uint64(0xFFFFFFFF)
+    half = np.uint64(32)
+
+    @numba.njit(inline="always")
+    def high_product(a: Any, b: Any) -> Any:
+        """The upper 64 bits of a product of unsigned 64-bit integers."""
+        a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
+        middle = a1 * b0 + ((a0 * b0) >> half)
+        return a1 * b1 + (middle >> half) + ((a0 * b1 + (middle & low)) >> half)
+
+    @numba.njit(cache=True, nogil=True)
+    def hash_lines(
+        ids_BT: Any, class_of: Any, pad_BT: Any, dead_BT: Any, segment_BT: Any, eos_E: Any, multipliers_KN: Any,
+        sizes_K: Any, reciprocals_K: Any, offsets_K: Any, order_C: Any, skip: Any, limit: Any, filler: Any, xor: Any,
+        narrow: Any, exact: Any, out_GBTC: Any,
+    ) -> Any:  # fmt: skip
+        longest, columns, masked = multipliers_KN.shape[1], out_GBTC.shape[3], 0
+        slots, mixes = np.empty(longest, np.int64), np.empty(longest + 1, np.int64)
+        for b in range(ids_BT.shape[0]):
+            for t in range(skip, ids_BT.shape[1]):
+                unblocked = True
+                for s in range(longest):
+                    slots[s] = filler
+                    if s > t or not unblocked:
+                        unblocked = False
+                        continue
+                    token = ids_BT[b, t - s]
+                    padded = pad_BT.size > 0 and pad_BT[b, t - s]
+                    outside = token < 0 or token >= limit
+                    if s == 0:
+                        masked += outside and not padded
+                    elif padded or (segment_BT.size > 0 and segment_BT[b, t - s] != segment_BT[b, t]):
+                        unblocked = False
+                    if dead_BT.size > 0 and dead_BT[b, t - s]:
+                        unblocked = False
+                    if s > 0:
+                        for e in range(len(eos_E)):
+                            if token == eos_E[e]:
+                                unblocked = False
+                    if unblocked and not outside and not padded:
+                        slots[s] = class_of[token] if class_of.size > 0 else token
+                for g in range(out_GBTC.shape[0]):
+                    if xor:  # every column of an order has the same mix, and the last column all multipliers
+                        mix = np.int64(0)
+                        for s in range(longest):
+                            product = slots[s] * multipliers_KN[(g + 1) * columns - 1, s]
+                            mix ^= np.int64(np.int32(product)) if narrow else product
+                            mixes[s + 1] = mix
+                    for c in range(columns):
+                        k = g * columns + c
+                        if xor:
+                            mix = mixes[order_C[c]]
+                        else:
+                            mix = np.int64(0)
+                            for s in range(order_C[c]):
+                                mix += slots[s] * multipliers_KN[k, s]
+                        size = sizes_K[k]
+                        if exact:
+                            rest = mix - np.int64(high_product(np.uint64(mix), np.uint64(reciprocals_K[k]))) * size
+                            if rest >= size:
+                                rest -= size
+                        else:
+                            rest = mix % size  # numba's remainder floors, as Python's
+                        out_GBTC[g, b, t - skip, c] = rest + offsets_K[k]
+        return masked
+
+    return hash_lines
+
+
+def hash_rows(
+    ids_BT: Tensor,
+    constants: HashConstants,
+    pad_BT: Tensor | None = None,
+    dead_BT: Tensor | None = None,
+    segment_BT: Tensor | None = None,
+    skip: int = 0,
+    masked: Tensor | None = None,
+) -> Tensor:
+    """See kernels/reference_rows.py."""
+    batch, length = ids_BT.shape
+    out_GBTC = torch.empty(constants.groups, batch, length - skip, constants.columns, dtype=torch.int64)
+    flags, numbers = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, 0, dtype=torch.int64)
+    class_of = numbers.view(0) if constants.class_of is None else constants.class_of
+    orders_C = torch.tensor(constants.orders).repeat_interleave(constants.heads)
+    tensors = [ids_BT.contiguous(), class_of]
+    tensors += [absent if t is None else t.contiguous() for t, absent in ((pad_BT, flags), (dead_BT, flags))]
+    tensors += [numbers if segment_BT is None else segment_BT.contiguous(), constants.eos_E]
+    tensors += [constants.multipliers_KN, constants.sizes_K, constants.reciprocals_K, constants.offsets_K, orders_C]
+    counted = _functions()["hash_lines"](
+        *(tensor.numpy() for tensor in tensors),
+        skip,
+        constants.limit,
+        constants.filler,
+        constants.xor,
+        constants.narrow,
+        constants.exact_reciprocal,
+        out_GBTC.numpy(),
+    )
+    if masked is not None:
+        masked += counted
+    return out_GBTC
 
 
 def compile_passes() -> None:

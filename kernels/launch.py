@@ -9,10 +9,14 @@ but their files can be imported.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,13 +33,8 @@ class _Missing:
         return function
 
 
-triton: Any
-tl: Any
-if INSTALLED:
-    import triton
-    import triton.language as tl
-else:
-    triton, tl = _Missing(), _Missing()
+triton: Any = importlib.import_module("triton") if INSTALLED else _Missing()
+tl: Any = importlib.import_module("triton.language") if INSTALLED else _Missing()
 
 
 def runs(*tensors: Tensor) -> bool:
@@ -49,3 +48,20 @@ def runs(*tensors: Tensor) -> bool:
 def power_of_two(count: int) -> int:
     """The smallest power of two that is at least `count` (and at least 1): block sizes are powers of two."""
     return 1 << max(0, count - 1).bit_length()
+
+
+def on(tensor: Tensor) -> Any:
+    """A context in which kernels start on the GPU of `tensor`."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+@lru_cache(maxsize=16)
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 1 for the interpreter, so that it runs few, large programs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def check_count(name: str, count: int) -> None:
+    """Places in a batch are 32-bit inside the kernels (addresses are 64-bit). Raises ValueError for more."""
+    if count >= 2**31:
+        raise ValueError(f"{name}: {count:,} look-ups in one call; a kernel takes fewer than 2^31, so split the batch")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
@@ -58,7 +60,7 @@ def test_multiplier_zero_belongs_to_the_current_token() -> None:
     """Ids 4, 6, 10 with multipliers 11, 7, 3, filler 0 and sizes 23, 29: pairing from the oldest id gives (5, 12)."""
     cfg = EngramConfig(hidden_size=4, orders=(2, 3), heads=1, head_dim=2, rows=(23, 29), filler=0, boundary="none")
     module = NgramHash(cfg, 1, vocab_size=16)
-    module.multipliers = torch.tensor([11, 7, 3])
+    module.constants = dataclasses.replace(module.constants, multipliers_KN=torch.tensor([[11, 7, 0], [11, 7, 3]]))
     rows = module.rows(torch.tensor([[4, 6, 10]])) - module.offsets
     assert module.sizes.tolist() == [23, 29]
     assert rows[0].tolist() == [[21, 15], [2, 7], [22, 14]]

@@ -14,9 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engram.kernels.dispatch import GAMMA, mix64
+
 BYTE_SUM_STD = (8 * (256**2 - 1) / 12) ** 0.5  # standard deviation of the sum of eight uniform bytes
 INIT_CHUNK = 1 << 20  # values made at a time, so that initialising never doubles the table
-_GAMMA, _M1, _M2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64, as signed int64
 
 
 @dataclass(frozen=True)
@@ -70,19 +71,12 @@ class Store(Protocol):
         ...
 
 
-def _mix(x: Tensor) -> Tensor:
-    """splitmix64's output function on int64 tensors; `>>` is arithmetic, so the shifted-in sign bits are masked off."""
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * _M1
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * _M2
-    return x ^ ((x >> 31) & (2**33 - 1))
-
-
 def initial_rows(seed: int, ids_n: Tensor, width: int, std: float) -> Tensor:
     """Initial fp32 values [n, width] of rows `ids_n`: near-normal, mean 0, deviation `std`, |x| <= 4.9 std."""
-    key = _mix(torch.tensor(seed, dtype=torch.int64, device=ids_n.device) + _GAMMA)
+    key = mix64(torch.tensor(seed, dtype=torch.int64, device=ids_n.device) + GAMMA)
     column_W = torch.arange(width, dtype=torch.int64, device=ids_n.device)
     counter_nW = ids_n.to(torch.int64).unsqueeze(-1) * width + column_W
-    bits_nW = _mix((counter_nW + 1) * _GAMMA + key)
+    bits_nW = mix64((counter_nW + 1) * GAMMA + key)
     total_nW = torch.zeros_like(bits_nW)
     for shift in range(0, 64, 8):
         total_nW += (bits_nW >> shift) & 255

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engram.stores.base import _GAMMA, _mix
+from engram.kernels import dispatch
+from engram.kernels.dispatch import FP8, INT8, LUT3, decode_rows, power_of_two
 from engram.strict import choice, require
 
 LARGEST = 2.0**127
@@ -102,7 +103,7 @@ class Fp32Rows(RowFormat):
         return values_UW.clone().view(torch.uint8)
 
     def _decode(self, bytes_nB: Tensor) -> Tensor:
-        return _cut(bytes_nB, 0, self.row_bytes, torch.float32)
+        return bytes_nB.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 class Bf16Rows(RowFormat):
@@ -117,7 +118,7 @@ class Bf16Rows(RowFormat):
         return values_UW.to(torch.bfloat16).view(torch.uint8)
 
     def _decode(self, bytes_nB: Tensor) -> Tensor:
-        return _cut(bytes_nB, 0, self.row_bytes, torch.bfloat16).to(torch.float32)
+        return bytes_nB.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).to(torch.float32)
 
 
 class Fp8Rows(RowFormat):
@@ -140,7 +141,7 @@ class Fp8Rows(RowFormat):
         padded_UW = functional.pad(values_UW, (0, self.blocks * BLOCK - self.width))
         values_UKb = padded_UW.view(rows, self.blocks, BLOCK)
         power_UK = _fp8_power(values_UKb.abs().amax(dim=-1))
-        scaled_UKb = values_UKb * _power_of_two(127 - power_UK).unsqueeze(-1)
+        scaled_UKb = values_UKb * power_of_two(127 - power_UK).unsqueeze(-1)
         codes_UKb = scaled_UKb.to(torch.float8_e4m3fn).view(torch.uint8)
         empty_UK = ((codes_UKb & 127) == 0).all(dim=-1)
         scales_UK = (power_UK + 127).masked_fill(empty_UK, 0).to(torch.uint8)
@@ -148,10 +149,7 @@ class Fp8Rows(RowFormat):
         return torch.cat([codes_UW, scales_UK], dim=1)
 
     def _decode(self, bytes_nB: Tensor) -> Tensor:
-        codes_nW = functional.pad(bytes_nB[:, : self.width], (0, self.blocks * BLOCK - self.width)).contiguous()
-        codes_nKb = codes_nW.view(torch.float8_e4m3fn).to(torch.float32).view(len(bytes_nB), self.blocks, BLOCK)
-        values_nKb = codes_nKb * _power_of_two(bytes_nB[:, self.width :]).unsqueeze(-1)
-        return values_nKb.flatten(1)[:, : self.width].contiguous()
+        return decode_rows(bytes_nB, FP8, self.width)
 
 
 class Int8Rows(RowFormat):
@@ -174,8 +172,7 @@ class Int8Rows(RowFormat):
         return torch.cat([codes_UW.view(torch.uint8), scale_U1.view(torch.uint8)], dim=1)
 
     def _decode(self, bytes_nB: Tensor) -> Tensor:
-        codes_nW = bytes_nB[:, : self.width].view(torch.int8).to(torch.float32)
-        return codes_nW * _cut(bytes_nB, self.width, self.width + 4, torch.float32)
+        return decode_rows(bytes_nB, INT8, self.width)
 
 
 class Lut3Rows(RowFormat):
@@ -200,22 +197,20 @@ class Lut3Rows(RowFormat):
     def _encode_chunk(self, values_UW: Tensor) -> Tensor:
         levels_UL = _levels(values_UW)
         power_U1 = _int8_power(levels_UL.abs().amax(dim=1, keepdim=True))
-        to_units_U1 = _power_of_two(127 - power_U1)
+        to_units_U1 = power_of_two(127 - power_U1)
         table_UL = torch.round(levels_UL * to_units_U1)
         units_UW = table_UL.gather(1, _nearest(table_UL, values_UW * to_units_U1))
         # rounding may have left levels unused or equal: what follows depends on the decoded values alone
         largest_U1 = units_UW.abs().amax(dim=1, keepdim=True)
-        shift_U1 = (power_U1 - _int8_power(largest_U1 * _power_of_two(power_U1 + 127))).clamp(min=0)
-        units_UW = units_UW * _power_of_two(127 + shift_U1)
+        shift_U1 = (power_U1 - _int8_power(largest_U1 * power_of_two(power_U1 + 127))).clamp(min=0)
+        units_UW = units_UW * power_of_two(127 + shift_U1)
         table_UL, codes_UW = _distinct(units_UW.sort(dim=1).values), units_UW
         codes_UW = torch.searchsorted(table_UL, codes_UW.contiguous())
         scale_U1 = (power_U1 - shift_U1 + 127).masked_fill(largest_U1 == 0, 0).to(torch.uint8)
         return torch.cat([table_UL.to(torch.int8).view(torch.uint8), scale_U1, _pack(codes_UW)], dim=1)
 
     def _decode(self, bytes_nB: Tensor) -> Tensor:
-        levels_nL = bytes_nB[:, :LEVELS].view(torch.int8).to(torch.float32)
-        codes_nW = _unpack(bytes_nB[:, LEVELS + 1 :], self.width)
-        return levels_nL.gather(1, codes_nW) * _power_of_two(bytes_nB[:, LEVELS : LEVELS + 1])
+        return decode_rows(bytes_nB, LUT3, self.width)
 
 
 FORMATS: dict[str, type[Fp32Rows | Bf16Rows | Fp8Rows | Int8Rows | Lut3Rows]] = {
@@ -252,16 +247,7 @@ def round_stochastic(values_UW: Tensor, seed: int, ids_U: Tensor, step: int) -> 
             "expected fp32 [rows, width] and one row number each"
         )
     _refuse("round_stochastic", values_UW, LARGEST, ids_U)
-    width = values_UW.shape[1]
-    start = torch.tensor([seed, step], dtype=torch.int64, device=values_UW.device)
-    key = _mix(_mix(start[0] + _GAMMA) + (start[1] + 1) * _GAMMA)
-    key_U1 = _mix(key + (ids_U.to(torch.int64) + 1) * _GAMMA).unsqueeze(1)
-    word_G = torch.arange(1, -(-width // 4) + 1, dtype=torch.int64, device=values_UW.device)  # 4 columns a word
-    words_UG = _mix(key_U1 + word_G * _GAMMA)
-    shift_4 = torch.arange(0, 64, 16, dtype=torch.int64, device=values_UW.device)
-    random_UW = ((words_UG.unsqueeze(-1) >> shift_4) & 0xFFFF).flatten(1)[:, :width].to(torch.int32)
-    bits_UW = (values_UW.contiguous().view(torch.int32) + random_UW) & ~0xFFFF  # sign and magnitude: away from zero
-    return bits_UW.view(torch.float32).to(torch.bfloat16)
+    return dispatch.round_stochastic(values_UW, seed, ids_U, step)
 
 
 def _refuse(name: str, values_UW: Tensor, largest: float, ids_U: Tensor | None) -> None:
@@ -275,18 +261,6 @@ def _refuse(name: str, values_UW: Tensor, largest: float, ids_U: Tensor | None) 
         f"{name}: row {row} holds {float(values_UW[place, column])} in column {column}; "
         f"rows must be finite and at most {largest:.6g}"
     )
-
-
-def _cut(bytes_nB: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Bytes start..stop of each row as numbers of `dtype`: a copy, since a slice may begin at any address."""
-    return bytes_nB[:, start:stop].clone(memory_format=torch.contiguous_format).view(dtype)
-
-
-def _power_of_two(scale: Tensor) -> Tensor:
-    """E8M0 bytes (or integers 0..255) -> 2^(scale - 127), fp32, exact; 0 is 2^-127 and 255 is NaN."""
-    bits = scale.to(torch.int32)
-    bits = torch.where(bits == 0, 1 << 22, torch.where(bits == 255, 0x7FC00000, bits << 23))
-    return bits.to(torch.int32).view(torch.float32)
 
 
 def _fp8_power(largest: Tensor) -> Tensor:
@@ -364,11 +338,3 @@ def _pack(codes_UW: Tensor) -> Tensor:
     word_U1 = (codes_U8 << shift_8).sum(dim=-1, keepdim=True)
     bytes_U3 = (word_U1 >> torch.tensor([0, 8, 16], device=codes_UW.device)) & 255
     return bytes_U3.flatten(1)[:, : -(-3 * width // 8)].to(torch.uint8)
-
-
-def _unpack(bytes_nB: Tensor, width: int) -> Tensor:
-    """Inverse of `_pack`: bytes [n, ceil(3 W / 8)] -> codes int64 [n, W]."""
-    padded_nB = functional.pad(bytes_nB, (0, -bytes_nB.shape[1] % 3)).to(torch.int64)
-    word_n1 = (padded_nB.unflatten(1, (-1, 3)) << torch.tensor([0, 8, 16], device=bytes_nB.device)).sum(-1, True)
-    codes_n8 = (word_n1 >> torch.arange(0, 24, 3, device=bytes_nB.device)) & 7
-    return codes_n8.flatten(1)[:, :width]

@@ -35,13 +35,20 @@ log = logging.getLogger("engram")
 CACHE_NAMES = ("cache", "past_key_values")  # transformers renamed the argument during 5.x
 
 
-def attach(model: nn.Module, cfg: EngramConfig, tokenizer: Any = None, token_map: TokenMap | None = None) -> Handle:
+def attach(
+    model: nn.Module,
+    cfg: EngramConfig,
+    tokenizer: Any = None,
+    token_map: TokenMap | None = None,
+    *,
+    rows_of: Handle | Memory | None = None,
+) -> Handle:
     """Add a memory to a transformers decoder model, in place, and return its handle.
 
     cfg.compress needs `tokenizer` (or a finished `token_map`); without it raw ids are hashed.
+    rows_of  another model's handle or memory, whose rows this one uses instead of its own; see `Memory`.
     Raises ConfigError, with the model left as it was, when the architecture is unknown, a block does not exist, widths
-    or
-    residual streams differ, a map is missing, or a memory is attached already.
+    or residual streams differ, a map is missing, a memory is attached already, or `rows_of` has other rows.
     """
     host = find(model)
     if isinstance(getattr(model, "engram", None), Memory):
@@ -57,7 +64,8 @@ def attach(model: nn.Module, cfg: EngramConfig, tokenizer: Any = None, token_map
         vocab_size = cfg.vocab_size
     first = next(host.decoder.parameters())
     with torch.device(first.device):
-        memory = Memory(cfg, None if token_map is not None else vocab_size, token_map)
+        shared = rows_of.memory if isinstance(rows_of, Handle) else rows_of
+        memory = Memory(cfg, None if token_map is not None else vocab_size, token_map, rows_of=shared)
     memory.to(first.device)
     for layer in memory.layers.values():
         layer.to(first.dtype)
@@ -137,6 +145,7 @@ class Handle:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self.memory.drop_fetches()
         if getattr(self.model, "engram", None) is self.memory:
             del self.model.engram
         return self.model

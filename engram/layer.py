@@ -42,12 +42,17 @@ class Engram(nn.Module):
     """
 
     def __init__(
-        self, cfg: EngramConfig, layer: int, vocab_size: int | None = None, token_map: TokenMap | None = None
+        self,
+        cfg: EngramConfig,
+        layer: int,
+        vocab_size: int | None = None,
+        token_map: TokenMap | None = None,
+        rows_of: Table | None = None,
     ) -> None:
         super().__init__()
         self.cfg, self.layer = cfg, layer
         self.hash = NgramHash(cfg, layer, vocab_size, token_map)
-        self.table = Table(cfg, layer, self.hash.identity)
+        self.table = Table(cfg, layer, self.hash.identity, rows_of)
         width, hidden, streams = cfg.memory_width, cfg.hidden_size, cfg.branches
         self.value = nn.Linear(width, hidden, bias=cfg.bias) if cfg.combine == "concat" else None
         self.key = self.key_norm = self.query_norm = self.conv_norm = self.conv = None

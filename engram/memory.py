@@ -22,7 +22,7 @@ from engram.config import ConfigError, EngramConfig
 from engram.hashing import rows_of_layers
 from engram.layer import Engram
 from engram.prefetch import Ticket
-from engram.table import Table
+from engram.table import Table, require_same_rows
 
 IDLE_LIMIT = 256
 """Row gradients that may arrive without the optimizer applying one (accumulation), before silence is an error."""
@@ -58,9 +58,19 @@ class Memory(nn.Module):
     launch_at   "entry": rows are requested as soon as ids are known; "layer": by each layer when it needs them.
     vocab_size  ids of the host model; None accepts any 31-bit id.
     token_map   raw id -> class, needed with `compress` and refused without it.
+    rows_of     another memory whose rows this one uses instead of its own: one store and one worker for both, the rows
+                frozen here until `layer.table.trainable = True` (docs/stores.md). Raises ConfigError naming the field
+                when the two would address or hold other rows.
     """
 
-    def __init__(self, cfg: EngramConfig, vocab_size: int | None = None, token_map: TokenMap | None = None) -> None:
+    def __init__(
+        self,
+        cfg: EngramConfig,
+        vocab_size: int | None = None,
+        token_map: TokenMap | None = None,
+        *,
+        rows_of: Memory | None = None,
+    ) -> None:
         super().__init__()
         if cfg.compress != (token_map is not None):
             raise ConfigError(
@@ -69,7 +79,11 @@ class Memory(nn.Module):
                 else "token_map: given, but compress is false and raw ids would be hashed; set compress: true"
             )
         self.cfg, self.token_map = cfg, token_map
-        self.layers = nn.ModuleDict({str(layer): Engram(cfg, layer, vocab_size, token_map) for layer in cfg.layers})
+        if rows_of is not None:
+            require_same_rows(cfg, rows_of.cfg)
+        tables = {layer: None if rows_of is None else rows_of.layer(layer).table for layer in cfg.layers}
+        modules = {str(layer): Engram(cfg, layer, vocab_size, token_map, table) for layer, table in tables.items()}
+        self.layers = nn.ModuleDict(modules)
         self.idle_limit = IDLE_LIMIT
         self.launch_at: Literal["entry", "layer"] = "entry"
         self.forwards = 0
@@ -141,6 +155,12 @@ class Memory(nn.Module):
             for ticket in self._ahead.pop().tickets.values():
                 ticket.drop()
 
+    def drop_fetches(self) -> None:
+        """Forget every fetch under way: prefetched forwards, and what the latest forward has not asked for."""
+        self.drop_ahead()
+        for ticket in [] if self._step is None else self._step.tickets.values():
+            ticket.drop()
+
     def ahead(self) -> list[Step]:
         """The prefetched forwards that have not begun, oldest first."""
         return list(self._ahead)
@@ -151,7 +171,8 @@ class Memory(nn.Module):
             module.table.flush()
 
     def close(self) -> None:
-        """Let go of threads and files; rows cannot be asked for afterwards."""
+        """Let go of threads and files; rows cannot be asked for afterwards. Who shares them may go on."""
+        self.drop_fetches()
         for module in self.modules_by_layer():
             module.table.close()
 
@@ -236,7 +257,8 @@ class Memory(nn.Module):
     def stats(self) -> dict[int, dict[str, Any]]:
         """Layer -> rows, row width, bytes held by place, optimizer updates, ids masked to the filler, forwards.
 
-        Tables that are fetched from add "store" and "fetch" (see engram.prefetch.Counters, and the share hidden).
+        Tables that are fetched from add "store" and "fetch" (see engram.prefetch.Counters, and the share hidden), which
+        counts every model that shares the rows.
         """
         masked = int(self.layer(self.cfg.layers[0]).hash.masked)  # one window serves all layers
         return {

@@ -3,9 +3,10 @@
     ticket = fetcher.launch(ids_n)        # a worker gathers while earlier layers compute
     values_nW = ticket.wait()             # in the layer: the rows, as if they had been read now
 
-One worker serves one table, first come first served, so a gather sees every update that was submitted before it. A
-ticket launched before an update (the next batch, fetched while this one is trained) is **exact** all the same: rows
-that the update changed are patched in `wait`, from the values that were written. "stale" leaves them as they were read.
+One worker serves one store, first come first served, so a gather sees every update that was submitted before it, also
+those of another model that uses the same rows. A ticket launched before an update (the next batch, fetched while this
+one is trained) is **exact** all the same: rows that the update changed are patched in `wait`, from the values that were
+written. "stale" leaves them as they were read.
 
 Shapes: n looked-up rows (with duplicates), U distinct rows, W row width.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -113,7 +115,8 @@ class Fetcher:
         self._number = self._loads = 0
         self._failure: RuntimeError | None = None
         self._pid = os.getpid()
-        self._open: dict[int, Ticket] = {}
+        # weak: a model that is let go with fetches under way must not make the other one keep its updates for ever
+        self._open: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
         self._recent: deque[_Update] = deque()
         self._writes: deque[Future[None]] = deque()
 
@@ -146,7 +149,7 @@ class Fetcher:
 
     @property
     def written(self) -> int:
-        """Writes submitted so far."""
+        """Writes submitted so far; replacing the rows counts as one."""
         return self._number
 
     def drain(self) -> None:
@@ -162,16 +165,23 @@ class Fetcher:
         """The store's rows were replaced from outside (a state was loaded): fetches under way are no longer right."""
         with self._lock:
             self._loads += 1
+            self._number += 1
             self._recent.clear()
 
     def outdated(self, ticket: Ticket) -> bool:
-        """Whether a write (or a load) came after what this ticket's values include."""
-        return self.exact and (ticket.included != self._number or ticket.loads != self._loads)
+        """Whether a load (or, when exact, a write) came after what this ticket's values include."""
+        return ticket.loads != self._loads or (self.exact and ticket.included != self._number)
 
     def close(self) -> None:
         """End the worker and close the store. `flush` before it tells whether every write has succeeded."""
         self._worker.shutdown()
         self.store.close()
+
+    def ended(self) -> Fetcher:
+        """A stand-in for a table that was closed while another goes on with the store: every call raises."""
+        stand_in = Fetcher(self.store, self.name, self.exact)
+        stand_in._worker.shutdown()
+        return stand_in
 
     def finish(self, ticket: Ticket) -> Tensor:
         """Wait for a ticket's rows and bring them up to date; see `Ticket.wait`."""
@@ -184,12 +194,10 @@ class Fetcher:
                 self._open.pop(id(ticket), None)
                 now, loads = self._number, self._loads
                 later = [update for update in self._recent if update.number > ticket.included]
-                complete = len(later) == now - ticket.included and loads == ticket.loads and first
+                known = not self.exact or len(later) == now - ticket.included
                 self._prune()
-        if not self.exact and first:
-            later, complete = [], True
-        if complete:
-            for update in later:
+        if known and first and loads == ticket.loads:
+            for update in later if self.exact else ():
                 self.counters.patched_rows += patch(values_nW, ticket.ids_n, update.ids_U, update.values_UW)
         else:  # the writes in between are not all known any more: read again
             values_nW = self._result(self._submit(self._gather, ticket.ids_n), "fetching", ticket.ids_n)

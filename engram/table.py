@@ -111,6 +111,51 @@ class RowProxy(nn.Parameter):
         return (RowProxy, (self.data, self.requires_grad))
 
 
+ROW_FIELDS = (
+    "layers", "orders", "heads", "head_dim", "rows", "compress", "filler", "eos", "boundary", "hash", "seed",
+    "init", "init_std", "placement", "path", "row_dtype", "prefetch",
+)  # fmt: skip
+"""What decides which row an n-gram reads and what it holds. Widths, gate, convolution and site may differ."""
+
+
+def require_same_rows(ours: EngramConfig, theirs: EngramConfig) -> None:
+    """Raise ConfigError naming the first field in which two memories would not have the same rows."""
+    for name in ROW_FIELDS:
+        field = "bases" if name == "rows" else name  # one number and the same one for each order are equal
+        if getattr(ours, field) != getattr(theirs, field):
+            raise ConfigError(
+                f"{name}: {getattr(ours, name)!r} here, {getattr(theirs, name)!r} in rows_of; "
+                f"models that share rows must agree on it"
+            )
+
+
+class Common:
+    """What the tables of one store have in common: who they are, oldest first.
+
+    The rows move with the oldest table that is still there, and the last one to close closes the store. Copies begin
+    without members and gather the copied tables, so that what was copied together shares and nothing else does.
+    """
+
+    def __init__(self) -> None:
+        self._members: list[weakref.ref[Table]] = []
+
+    def members(self) -> list[Table]:
+        """The tables that use the store, oldest first."""
+        return [table for member in self._members if (table := member()) is not None]
+
+    def join(self, table: Table) -> None:
+        """One more table uses the store."""
+        self._members = [weakref.ref(member) for member in (*self.members(), table)]
+
+    def leave(self, table: Table) -> bool:
+        """This table no longer does -> whether none is left."""
+        self._members = [weakref.ref(member) for member in self.members() if member is not table]
+        return not self._members
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_members": []}
+
+
 def open_store(cfg: EngramConfig, layer: int, spec: TableSpec, identity: str) -> Store:
     """The store of one layer's rows, as the configuration places them. Raises ConfigError.
 
@@ -134,21 +179,36 @@ class Table(nn.Module):
 
     `trainable` False freezes the rows on purpose. `updates` counts optimizer steps at a learning rate above 0.
     identity  what a file of rows must belong to (placement "disk"): the digest of the hash that addresses it.
-    Raises ConfigError for a placement or row format that this version does not have.
+    rows_of   the table of another model, whose store and worker this one uses; its rows are frozen here at first.
+    Raises ConfigError for a placement or row format that this version does not have, and for `rows_of` with other rows.
     """
 
-    def __init__(self, cfg: EngramConfig, layer: int, identity: str = "") -> None:
+    def __init__(self, cfg: EngramConfig, layer: int, identity: str = "", rows_of: Table | None = None) -> None:
         super().__init__()
-        self.cfg, self.layer = cfg, layer
-        seed = splitmix64((cfg.seed << 20) ^ layer) >> 1
-        spec = TableSpec(total_rows(cfg, layer), cfg.head_dim, seed, cfg.init_std, zeros=cfg.init == "zeros")
-        self.store: Any = open_store(cfg, layer, spec, identity)
-        self.fetcher = None
-        if cfg.placement != "device":
-            self.fetcher = Fetcher(self.store, f"memory layer {layer}", exact=cfg.prefetch == "exact")
-        self.proxy = RowProxy(torch.empty(0, cfg.head_dim))
+        self.cfg, self.layer, self.identity = cfg, layer, identity
+        self.store: Any
+        self.fetcher: Fetcher | None = None
+        if rows_of is None:
+            seed = splitmix64((cfg.seed << 20) ^ layer) >> 1
+            spec = TableSpec(total_rows(cfg, layer), cfg.head_dim, seed, cfg.init_std, zeros=cfg.init == "zeros")
+            self.store = open_store(cfg, layer, spec, identity)
+            if cfg.placement != "device":
+                self.fetcher = Fetcher(self.store, f"memory layer {layer}", exact=cfg.prefetch == "exact")
+            self.common = Common()
+        else:
+            require_same_rows(cfg, rows_of.cfg)
+            if (layer, identity) != (rows_of.layer, rows_of.identity):
+                raise ConfigError(
+                    f"vocab_size: the hash of layer {layer} addresses other rows than that of layer {rows_of.layer} in "
+                    f"rows_of; share rows layer by layer, with one vocab_size (or one token map) for both models"
+                )
+            self.store, self.fetcher, self.common = rows_of.store, rows_of.fetcher, rows_of.common
+        self.common.join(self)
+        self.proxy = RowProxy(torch.empty(0, cfg.head_dim, device=self.store.device))
         self.proxy.table = weakref.ref(self)
         self.updates = 0
+        if rows_of is not None:
+            self.trainable = False
         if cfg.row_dtype not in TRAINED:
             log.info("memory layer %d: rows are stored as %s and frozen", layer, cfg.row_dtype)
             self.trainable = False
@@ -157,6 +217,7 @@ class Table(nn.Module):
         """After a deep copy or unpickling the proxy's way back to its table is set again."""
         super().__setstate__(state)
         self.proxy.table = weakref.ref(self)
+        self.common.join(self)
 
     @property
     def trainable(self) -> bool:
@@ -222,9 +283,12 @@ class Table(nn.Module):
             self.fetcher.flush()
 
     def close(self) -> None:
-        """Let go of threads and files."""
-        if self.fetcher is not None:
+        """Let go of threads and files, unless another table uses them: the last one to close ends them."""
+        last = self.common.leave(self)
+        if self.fetcher is not None and last:
             self.fetcher.close()
+        elif self.fetcher is not None:
+            self.fetcher = self.fetcher.ended()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """The proxy has no elements and is left out; the rows are saved by their store, with every write in place."""
@@ -235,17 +299,23 @@ class Table(nn.Module):
         if self.fetcher is not None:
             self.flush()
             self.fetcher.replaced()
-        self.proxy.grad = None
+        for table in self.common.members() or [self]:
+            table.proxy.grad = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
-        """Follow device moves; rows and proxy keep their dtype."""
+        """Follow device moves; rows and proxy keep their dtype.
+
+        Shared rows move with the oldest of their models alone: another one may be set aside on a CPU meanwhile.
+        """
         self.flush()
-        if isinstance(self.store, nn.Module):
+        members = self.common.members()
+        if isinstance(self.store, nn.Module) and (not members or members[0] is self):
             self.store._apply(fn)
         device = self.store.device
-        if self.proxy.device != device and device.type != "meta":
-            self.proxy.data = self.proxy.data.to(device)
-            self.proxy.grad = None
+        for table in members or [self]:
+            if table.proxy.device != device and device.type != "meta":
+                table.proxy.data = table.proxy.data.to(device)
+                table.proxy.grad = None
         return self
 
     def extra_repr(self) -> str:

@@ -111,11 +111,17 @@ def load(run: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
 
 
 def _row_files(model: nn.Module) -> dict[str, DeferredDiskStore]:
-    """Tables whose rows are in files of their own: those keep their own checkpoints, named by a number here."""
-    tables = {name: module for name, module in model.named_modules() if isinstance(module, Table)}
-    for table in tables.values():
-        table.flush()
-    return {name: table.store for name, table in tables.items() if isinstance(table.store, DeferredDiskStore)}
+    """Tables whose rows are in files of their own: those keep their own checkpoints, named by a number here.
+
+    A file that two tables share is listed once, under the first of them: it has one checkpoint.
+    """
+    files: dict[int, tuple[str, DeferredDiskStore]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Table):
+            module.flush()
+            if isinstance(module.store, DeferredDiskStore):
+                files.setdefault(id(module.store), (name, module.store))
+    return dict(files.values())
 
 
 def _about(folder: Path) -> dict[str, Any]:

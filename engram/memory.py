@@ -170,6 +170,11 @@ class Memory(nn.Module):
         for module in self.modules_by_layer():
             module.table.flush()
 
+    def catch_up(self) -> None:
+        """Stored rows become the values, where all rows have decayed: for readers of the bare file or tensor."""
+        for module in self.modules_by_layer():
+            module.table.catch_up()
+
     def close(self) -> None:
         """Let go of threads and files; rows cannot be asked for afterwards. Who shares them may go on."""
         self.drop_fetches()

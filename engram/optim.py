@@ -5,8 +5,8 @@
 
 Dense parameters go to torch's AdamW. Rows go to a row-wise rule (kernels/reference.py has the formulas): only touched
 rows are read, changed and written, and the state is one fp32 scalar a row. Learning-rate multiplier 5 and weight decay
-0 for rows are the paper's (section 4.1). Row groups are ordinary `param_groups`, so schedulers, clipping, gradient
-scalers and accumulation work unchanged.
+0 for rows are the paper's (section 4.1); decay of all rows at once changes one number of their table. Row groups are
+ordinary `param_groups`, so schedulers, clipping, gradient scalers and accumulation work unchanged.
 
 Shapes: R rows, U touched rows, W row width.
 """
@@ -28,6 +28,8 @@ from engram.table import RowProxy, Table
 
 RowRule = Literal["rowwise_adam", "rowwise_adagrad", "sgd", "adam"]
 RULES: tuple[RowRule, ...] = ("rowwise_adam", "rowwise_adagrad", "sgd", "adam")
+RowDecay = Literal["touched", "global"]
+DECAYS: tuple[RowDecay, ...] = ("touched", "global")
 
 
 def build(
@@ -42,16 +44,22 @@ def build(
     row_betas: tuple[float, float] = (0.9, 0.99),
     row_eps: float = 1e-8,
     row_weight_decay: float = 0.0,
+    row_decay: RowDecay = "touched",
 ) -> EngramOptimizer:
     """All trainable parameters and rows of `model` -> one torch optimizer.
 
     weight_decay applies to matrices (two dimensions and more), not to norms, biases or the memory's convolution.
     row_betas: only the second is used by "rowwise_adam" (no momentum); both by "adam", whose state has the table's
     size.
-    row_weight_decay: decoupled, applied to the rows that a step touches.
-    Raises ConfigError when nothing is trainable or a choice is unknown.
+    row_weight_decay: decoupled; 0 is none.
+    row_decay: "touched" decays the rows that a step touches; "global" every row of a table at each step that has a
+    gradient for it, as AdamW does with a dense matrix. That changes one number a table (`Table.scale`), and every read
+    sees decayed values.
+    Raises ConfigError when nothing is trainable, a choice is unknown, or lr * row_lr_multiplier * row_weight_decay is 1
+    or more; `step` raises it when a schedule makes it so.
     """
     choice("row_rule", row_rule, RULES)
+    choice("row_decay", row_decay, DECAYS)
     _check_numbers(locals())
     undecayed = {id(p) for name, p in model.named_parameters() if p.ndim < 2 or _is_memory_vector(name)}
     groups: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "rows": []}
@@ -73,8 +81,10 @@ def build(
             "betas": row_betas,
             "eps": row_eps,
             "weight_decay": row_weight_decay,
+            "row_decay": row_decay,
         },
     }
+    _kept(fields["rows"])
     param_groups = [{"params": members, "name": name, **fields[name]} for name, members in groups.items() if members]
     return EngramOptimizer(param_groups, defaults)
 
@@ -84,6 +94,17 @@ def _check_numbers(given: dict[str, Any]) -> None:
         require(given[name] >= 0, f"{name}: {given[name]} must not be negative")
     for name in ("betas", "row_betas"):
         require(all(0 <= beta < 1 for beta in given[name]), f"{name}: {given[name]} must lie in 0 to below 1")
+
+
+def _kept(group: dict[str, Any]) -> float:
+    """What decay leaves of a row in one step, as a factor above 0."""
+    lr, weight = group["lr"], group["weight_decay"]
+    require(
+        lr * weight < 1,
+        f"row_weight_decay: {weight} at a learning rate of {lr} for rows takes {lr * weight} of a row away; lower one "
+        f"of them, so that their product is below 1",
+    )
+    return float(1 - lr * weight)
 
 
 def _is_memory_vector(name: str) -> bool:
@@ -107,12 +128,16 @@ class EngramOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update of dense parameters and touched rows; returns the closure's loss.
 
-        Raises RuntimeError for rows in a run of several processes, which would drift apart.
+        Raises RuntimeError for rows in a run of several processes, which would drift apart, and ConfigError, before
+        anything has changed, for a rate at which row_weight_decay would turn the rows' signs.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            if group.get("rule") is not None:
+                _kept(group)
         for group in self.param_groups:
             if group.get("rule") is None:
                 self._step_dense(group)
@@ -157,11 +182,12 @@ class EngramOptimizer(torch.optim.Optimizer):
             state.update(_row_state(group["rule"], store.spec, store.device))
         ids_U, grads_UW = proxy.row_ids, proxy.grad
         assert ids_U is not None and grads_UW is not None
-        values_UW = table.touched_values()
-        if group["weight_decay"]:
-            values_UW = values_UW * (1 - group["lr"] * group["weight_decay"])
+        values_UW, kept = table.touched_values(), _kept(group)
+        if kept != 1:
+            values_UW = values_UW * kept
         state["step"] += 1
-        table.write(ids_U, _apply_rule(group, state, ids_U, values_UW, grads_UW), int(state["step"]))
+        new_UW = _apply_rule(group, state, ids_U, values_UW, grads_UW)
+        table.write(ids_U, new_UW, int(state["step"]), decay=kept if group.get("row_decay") == "global" else 1.0)
         table.updates += group["lr"] > 0
         proxy.applied()
 

@@ -142,7 +142,7 @@ class Fetcher:
         ids_U, values_UW = ids_U.detach().to(self.store.device), values_UW.detach().to(self.store.device)
         with self._lock:
             self._number += 1
-            if self._open:
+            if any(ticket.loads == self._loads for ticket in self._open.values()):
                 self._recent.append(_Update(self._number, ids_U, values_UW))
             self._writes.append(self._submit(self.store.update, ids_U, values_UW))
             self.counters.updates += 1

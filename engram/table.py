@@ -8,12 +8,16 @@ sums duplicates (fp32, fixed order) into `proxy.grad` [U, W] with the row number
 and `engram.optim` applies the pair. The proxy makes rows visible to clipping, scalers and `zero_grad`; it has no
 elements and stays out of `state_dict`.
 
+Stored rows times `table.scale` are the values. It is 1 until the optimizer decays all rows at once, which changes this
+one number instead of the table.
+
 Shapes: B batch, T time, C columns, W row width, M = C * W, n = B * T * C, U distinct rows.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -111,6 +115,11 @@ class RowProxy(nn.Parameter):
         return (RowProxy, (self.data, self.requires_grad))
 
 
+SMALLEST_SCALE = 2.0**-32
+"""Below it stored rows take up its power of two, which is exact: once in 150,000 steps of a decay of 1.5e-4 each."""
+PIECE = 1 << 22
+"""Values that are read and written at a time where a whole table is gone through."""
+
 ROW_FIELDS = (
     "layers", "orders", "heads", "head_dim", "rows", "compress", "filler", "eos", "boundary", "hash", "seed",
     "init", "init_std", "placement", "path", "row_dtype", "prefetch",
@@ -130,7 +139,7 @@ def require_same_rows(ours: EngramConfig, theirs: EngramConfig) -> None:
 
 
 class Common:
-    """What the tables of one store have in common: who they are, oldest first.
+    """What the tables of one store have in common: who they are, oldest first, and the scale of the stored rows.
 
     The rows move with the oldest table that is still there, and the last one to close closes the store. Copies begin
     without members and gather the copied tables, so that what was copied together shares and nothing else does.
@@ -138,6 +147,7 @@ class Common:
 
     def __init__(self) -> None:
         self._members: list[weakref.ref[Table]] = []
+        self.scale = 1.0
 
     def members(self) -> list[Table]:
         """The tables that use the store, oldest first."""
@@ -229,6 +239,11 @@ class Table(nn.Module):
             raise ConfigError(f"row_dtype: rows stored as {self.cfg.row_dtype!r} cannot be trained in this version")
         self.proxy.requires_grad_(value)
 
+    @property
+    def scale(self) -> float:
+        """What stored rows are multiplied by to give the values: 1, unless all rows have decayed."""
+        return self.common.scale
+
     @torch.compiler.disable
     def forward(self, rows_BTC: Tensor, ticket: Ticket | None = None) -> Tensor:
         """Row numbers [B, T, C] -> memory vector [B, T, M]; the gathered values are an autograd leaf when training.
@@ -239,7 +254,7 @@ class Table(nn.Module):
         ids_n = rows_BTC.reshape(-1).to(self.store.device)
         if ticket is None and self.fetcher is not None:
             ticket = self.fetcher.launch(ids_n)
-        values_nW = self.store.gather(ids_n) if ticket is None else ticket.wait()
+        values_nW = self._scaled(self.store.gather(ids_n) if ticket is None else ticket.wait())
         if torch.is_grad_enabled() and self.trainable:
             if not isinstance(self.proxy, RowProxy):
                 raise RuntimeError("table: functional calls replace the row proxy; rows learn by loss.backward() only")
@@ -262,20 +277,56 @@ class Table(nn.Module):
 
     def read(self, ids_n: Tensor) -> Tensor:
         """Values [n, W] of rows as of now, a tensor of their own."""
+        return self._scaled(self.stored(ids_n))
+
+    def stored(self, ids_n: Tensor) -> Tensor:
+        """Rows [n, W] as the store holds them now: the values, divided by `scale`."""
         return self.store.gather(ids_n) if self.fetcher is None else self.fetcher.read(ids_n)
 
-    def write(self, ids_U: Tensor, values_UW: Tensor, step: int = 0) -> None:
+    def write(self, ids_U: Tensor, values_UW: Tensor, step: int = 0, decay: float = 1.0) -> None:
         """New values of distinct rows, ascending; a later read sees them.
+
+        decay  what every other row of the table is multiplied by, above 0: only `scale` changes.
 
         bf16 rows are rounded stochastically, by bits that depend on seed, row, column and `step` alone: rounding to the
         nearest would lose every update smaller than half a step of the format.
         """
+        self.common.scale *= decay
+        if self.scale < SMALLEST_SCALE:
+            self._take_up(2.0 ** math.frexp(self.scale)[1])
+        self._store(ids_U, values_UW if self.scale == 1 else values_UW / self.scale, step)
+
+    def catch_up(self) -> None:
+        """Multiply the stored rows by `scale`, which is then 1: for whoever reads file or tensor without this class.
+
+        Goes through the whole table. Values stay what they are, up to the rounding of the row format.
+        """
+        if self.scale != 1:
+            self._take_up(self.scale)
+
+    def _take_up(self, factor: float) -> None:
+        """Multiply every stored row by `factor` and divide the scale by it. Rows of zeros are not written."""
+        if self.fetcher is not None:
+            self.fetcher.replaced()  # fetches under way are of the old scale; nor is the table kept to patch them
+        step = max(1, PIECE // self.cfg.head_dim)
+        for start in range(0, self.store.spec.rows, step):
+            ids = torch.arange(start, min(start + step, self.store.spec.rows), device=self.store.device)
+            rows_nW = self.stored(ids)
+            changed = rows_nW.any(dim=1)
+            self._store(ids[changed], rows_nW[changed] * factor, 0)
+        self.common.scale /= factor
+
+    def _scaled(self, rows_nW: Tensor) -> Tensor:
+        """Stored rows -> values, in memory of their own where they differ: a ticket hands out its rows again."""
+        return rows_nW if self.scale == 1 else rows_nW * self.scale
+
+    def _store(self, ids_U: Tensor, rows_UW: Tensor, step: int) -> None:
         if self.cfg.row_dtype == "bf16":
-            values_UW = round_stochastic(values_UW.float(), self.store.spec.seed, ids_U, step).float()
+            rows_UW = round_stochastic(rows_UW.float(), self.store.spec.seed, ids_U, step).float()
         if self.fetcher is None:
-            self.store.update(ids_U, values_UW)
+            self.store.update(ids_U, rows_UW)
         else:
-            self.fetcher.write(ids_U, values_UW)
+            self.fetcher.write(ids_U, rows_UW)
 
     def flush(self) -> None:
         """Every write has reached its place: called before rows are saved."""
@@ -291,11 +342,26 @@ class Table(nn.Module):
             self.fetcher = self.fetcher.ended()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The proxy has no elements and is left out; the rows are saved by their store, with every write in place."""
-        self.flush()
+        """The rows are saved by their store, with every write in place; the proxy, without elements, is left out.
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """Nothing of its own to load, but what was read or is still being written is no longer right."""
+        A scale of 1 is left out, too.
+        """
+        self.flush()
+        if self.scale != 1:
+            destination[prefix + "scale"] = torch.tensor(self.scale, dtype=torch.float64, device="cpu")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load the scale of the saved rows; what was read or is still being written is no longer right.
+
+        Rows in a file are not in the dictionary: it has their scale, which is taken until the table has been written.
+        """
+        saved, rows = state_dict.get(prefix + "scale"), state_dict.get(prefix + "store.rows")
+        spec, scale = self.store.spec, 1.0 if saved is None else float(saved)
+        if isinstance(self.store, nn.Module):
+            if rows is not None and list(rows.shape) == [spec.rows, spec.width]:
+                self.common.scale = scale
+        elif saved is not None and self.fetcher is not None and not self.fetcher.counters.updates:
+            self.common.scale = scale
         if self.fetcher is not None:
             self.flush()
             self.fetcher.replaced()
@@ -310,7 +376,10 @@ class Table(nn.Module):
         self.flush()
         members = self.common.members()
         if isinstance(self.store, nn.Module) and (not members or members[0] is self):
+            before = self.store.restarts
             self.store._apply(fn)
+            if self.store.restarts != before:
+                self.common.scale = 1.0
         device = self.store.device
         for table in members or [self]:
             if table.proxy.device != device and device.type != "meta":

@@ -370,11 +370,14 @@ class LargestOutput(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("decay", engram.optim.DECAYS)
 @pytest.mark.parametrize("rule", ["rowwise_adam", "rowwise_adagrad", "sgd"])
-def test_no_operation_of_a_step_outputs_a_tensor_of_a_tenth_of_the_table(rule: engram.optim.RowRule) -> None:
+def test_no_operation_of_a_step_outputs_a_tensor_of_a_tenth_of_the_table(
+    rule: engram.optim.RowRule, decay: engram.optim.RowDecay
+) -> None:
     layer = Engram(CFG.replace(rows=20_000), 1, vocab_size=50)
     ids, x = torch.randint(0, 50, (2, 16)), torch.randn(2, 16, 12)
-    optimizer = engram.optim.build(layer, lr=1e-2, row_rule=rule)
+    optimizer = engram.optim.build(layer, lr=1e-2, row_rule=rule, row_weight_decay=0.1, row_decay=decay)
 
     def step() -> None:
         _loss(layer, ids, x).backward()

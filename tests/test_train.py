@@ -23,7 +23,7 @@ from engram.train.evaluate import open_run
 from engram.train.evaluate import run as evaluate
 from engram.train.loop import Interrupted, train_run
 from engram.train.quantize import convert_run
-from engram.train.recipe import OptimizerConfig, TrainConfig
+from engram.train.recipe import OptimizerConfig, TrainConfig, changed_fields
 
 STEPS = 10
 
@@ -140,12 +140,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
         assert resumed["metrics"][name] == expected["metrics"][name], name
 
 
-@pytest.mark.parametrize("placement", ["host", "disk"])
+@pytest.mark.parametrize(("placement", "decay"), [("host", "touched"), ("disk", "touched"), ("disk", "global")])
 def test_rows_elsewhere_train_and_resume_like_rows_on_the_device(
-    placement: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    placement: str, decay: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next batch is prefetched all the time: a checkpoint is taken while a fetch is under way."""
     device, host = tmp_path / "device", tmp_path / "host"
+    recipe["optimizer"].update(row_weight_decay=2.0 if decay == "global" else 0.0, row_decay=decay)
     expected = train_run(_config(recipe, checkpoint_every=4), device, quiet=True)
     elsewhere = {"placement": placement, "path": str(tmp_path / "rows") if placement == "disk" else None}
     cfg = _config(recipe, memory={**recipe["memory"], **elsewhere}, checkpoint_every=4)
@@ -169,8 +170,9 @@ def test_rows_elsewhere_train_and_resume_like_rows_on_the_device(
     if placement == "disk":
         _, _, built, _ = open_run(str(host))
         assert built.handle is not None
-        rows = theirs["engram.layers.1.table.store.rows"]
-        assert torch.equal(built.handle.memory.layer(1).table.read(torch.arange(len(rows))), rows)
+        rows, table = theirs["engram.layers.1.table.store.rows"], built.handle.memory.layer(1).table
+        assert torch.equal(table.stored(torch.arange(len(rows))), rows)
+        assert (table.scale < 0.9) == (decay == "global")
         with pytest.raises(ConfigError, match="rows of an earlier run"):
             train_run(cfg, tmp_path / "another", quiet=True)
     assert found["metrics"]["loss"] == expected["metrics"]["loss"]
@@ -193,6 +195,14 @@ def test_a_checkpoint_of_another_configuration_is_refused(recipe: dict[str, Any]
     with pytest.raises(ConfigError, match="another memory"):
         train_run(_config(recipe, memory={"layers": [0], "heads": 1, "head_dim": 8}), tmp_path, resume=True, quiet=True)
     assert (tmp_path / "checkpoint" / "state.json").read_bytes() == before
+
+
+def test_a_field_that_a_saved_configuration_does_not_have_is_no_change(recipe: dict[str, Any]) -> None:
+    saved = _config(recipe).to_dict()
+    del saved["optimizer"]["row_decay"], saved["wandb"], saved["precision"]
+    assert changed_fields(_config(recipe), saved) == []
+    decayed = _config(recipe, optimizer={**recipe["optimizer"], "row_decay": "global"}, precision="fp32")
+    assert changed_fields(decayed, saved) == ["optimizer", "precision"]
 
 
 def test_the_last_good_checkpoint_survives_a_failing_write(
@@ -355,6 +365,7 @@ def test_quantised_rows_are_read_from_their_file_and_cost_what_is_reported(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     memory = {**recipe["memory"], "head_dim": 32, "rows": 50}
+    recipe["optimizer"].update(row_weight_decay=2.0, row_decay="global")  # the files hold stored rows, less the scale
     metrics = train_run(_config(recipe, rho=None, memory=memory), tmp_path, quiet=True)["metrics"]
     reports = {name: convert_run(str(tmp_path), name) for name in ("fp32", "bf16", "fp8_e4m3", "int8", "lut3")}
     assert reports["fp32"]["difference"] == 0.0 and reports["fp32"]["layers"]["1"]["error"]["q100"] == 0.0

@@ -161,6 +161,7 @@ class Run:
             row_rule=o.row_rule,
             row_betas=o.row_betas,
             row_weight_decay=o.row_weight_decay,
+            row_decay=o.row_decay,
         )
         self.optimizer = optimizer
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: o.factor(step, cfg.steps))

@@ -67,7 +67,7 @@ def _convert(table: Table, ngram_hash: NgramHash, format: str, folder: Path) -> 
     errors = []
     for start in range(0, spec.rows, CHUNK):
         ids = torch.arange(start, min(start + CHUNK, spec.rows))
-        values = table.read(ids)
+        values = table.stored(ids)  # the scale stays with the run's state, which also has the projections
         store.update(ids, values)
         errors.append(relative_errors(values, codec))
     store.commit_checkpoint(store.prepare_checkpoint())

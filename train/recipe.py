@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from engram.backbone import BackboneConfig
 from engram.config import EngramConfig
-from engram.optim import RowRule
+from engram.optim import RowDecay, RowRule
 from engram.strict import apply_overrides, check_fields, from_dict, load_yaml, require, to_dict
 from engram.train.budget import Arm, plan_arm
 from engram.train.corpus import DataConfig
@@ -29,6 +29,7 @@ class OptimizerConfig:
     """AdamW for the backbone and the memory's dense parts, a row-wise rule for rows (engram/optim.py).
 
     lr, row_lr_multiplier    peak rate of dense parameters, and the factor of the rows on it (5 in the paper).
+    row_weight_decay, row_decay    decay of rows: none at 0, of "touched" rows, or "global", of all of them.
     schedule    "cosine" to `final_lr` of the peak, "linear", or "constant", after `warmup` of all steps (a share).
     clip        largest gradient norm, rows included; 0 turns clipping off.
     """
@@ -40,6 +41,7 @@ class OptimizerConfig:
     row_betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.1
     row_weight_decay: float = 0.0
+    row_decay: RowDecay = "touched"
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: float = 0.05
     final_lr: float = 0.1
@@ -163,9 +165,16 @@ FREE_TO_CHANGE = ("log_every", "eval_every", "checkpoint_every", "wandb", "study
 
 
 def changed_fields(ours: TrainConfig, theirs: Mapping[str, Any]) -> list[str]:
-    """Names of the fields that make another training run of it; `theirs` is the plain data of a saved configuration."""
-    mine = json.loads(json.dumps(ours.to_dict()))
-    return [name for name in mine if name not in FREE_TO_CHANGE and mine[name] != theirs.get(name)]
+    """Names of the fields that make another training run of it; `theirs` is the plain data of a saved configuration.
+
+    What a configuration of an earlier version does not name had the value that is the default now.
+    """
+    mine, defaults = (json.loads(json.dumps(cfg.to_dict())) for cfg in (ours, TrainConfig()))
+    filled = {name: theirs.get(name, default) for name, default in defaults.items()}
+    for name, default in defaults.items():
+        if isinstance(default, dict) and isinstance(filled[name], dict):
+            filled[name] = {**default, **filled[name]}
+    return [name for name in mine if name not in FREE_TO_CHANGE and mine[name] != filled[name]]
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -21,6 +21,7 @@ class DeviceStore(nn.Module):
     rows: Tensor
 
     kind = "device"
+    restarts = 0  # moves that gave the initial values again
 
     def __init__(self, spec: TableSpec, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -47,6 +48,7 @@ class DeviceStore(nn.Module):
         moved = fn(probe)
         if moved.is_meta or probe.is_meta or float(moved.to(torch.float32)) not in (number, _as_16_bit(number, moved)):
             self._allocate(moved.device)
+            self.restarts += 1
         elif moved.dtype == probe.dtype == self.dtype:
             self.rows = fn(self.rows)
         else:

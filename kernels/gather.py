@@ -23,15 +23,27 @@ import torch
 from torch import Tensor
 
 from engram.kernels import reference_rows
-from engram.kernels.launch import INTERPRETED, check_count, on, power_of_two, processors, runs, tl, triton
+from engram.kernels.launch import (
+    INTERPRETED,
+    NO_FUSION,
+    at_most,
+    check_count,
+    on,
+    power_of_two,
+    processors,
+    runs,
+    tl,
+    triton,
+)
 from engram.kernels.reference_rows import FP8, INT8, LUT3, PLAIN, HashConstants
 from engram.kernels.rows import pointers, row_numbers, switches
 
-TILE_BYTES = 8192  # of fp32 values; rows that no 16-byte load fits take a quarter, since each load needs an address
+TILE_BYTES = 8192  # of fp32 values; a quarter where loads are narrow (odd widths, lut3), since each needs an address
+FUSED_REGISTERS = 64
 WARPS = 4
 PER_PROCESSOR = 4  # programs on each streaming multiprocessor when nothing else runs
 BACKGROUND = 16  # programs of a gather that runs beside the layers
-WIDEST = 2048  # columns of a tile
+WIDEST = 1024  # columns of a tile
 FP8_TO_FP32 = tl.constexpr(2.0**120)  # moves E4M3's exponent bias 7 to fp32's 127, subnormals included
 
 
@@ -238,8 +250,10 @@ class Tile:
     block: int
 
 
-def tile(width: int, item_bytes: int, count: int, programs: int) -> Tile:
+def tile(width: int, item_bytes: int, count: int, programs: int, narrow: bool = False) -> Tile:
     """The tile for rows of `width` values of `item_bytes`, when `count` rows are read by up to `programs` programs.
+
+    narrow  values are read one by one.
 
     A block of columns is a power of two; among those that leave at most a tenth of their lanes idle the largest is
     taken (160 = 5 x 32, 1280 = 5 x 256), else the one that leaves fewest. Few look-ups (decoding) are spread over the
@@ -251,7 +265,7 @@ def tile(width: int, item_bytes: int, count: int, programs: int) -> Tile:
     block = min(max(good) if good else min(blocks, key=lambda b: (idle[b], -b)), WIDEST)
     if INTERPRETED:
         return Tile(power_of_two(min(count, 4096)), block)
-    values = TILE_BYTES // 4 if width * item_bytes % 16 == 0 else TILE_BYTES // 16
+    values = TILE_BYTES // 16 if narrow or width * item_bytes % 16 else TILE_BYTES // 4
     rows = max(2, values // block)
     while rows > 2 and -(-count // rows) < programs:
         rows = max(2, rows // 4)
@@ -305,7 +319,7 @@ def gather_rows(
     if not count:
         return out
     cap = PER_PROCESSOR * processors(ids_n.device) if programs is None else programs
-    shape = tile(width, table.element_size(), count, cap)
+    shape = tile(width, table.element_size(), count, cap, narrow=kind == LUT3)
     with on(ids_n):
         gather_kernel[(_programs(ids_n.device, count, shape.rows, programs),)](
             table,
@@ -320,6 +334,7 @@ def gather_rows(
             BLOCK_W=shape.block,
             KIND=kind,
             num_warps=WARPS,
+            **NO_FUSION,
         )
     return out
 
@@ -352,7 +367,7 @@ def hash_gather(
     if not count:
         return out, rows_BTC
     cap = PER_PROCESSOR * processors(ids_BT.device) if programs is None else programs
-    shape = tile(width, table.element_size(), count, cap)
+    shape = tile(width, table.element_size(), count, cap, narrow=kind == LUT3)
     with on(ids_BT):
         hash_gather_kernel[(_programs(ids_BT.device, count, shape.rows, programs),)](
             table,
@@ -374,6 +389,8 @@ def hash_gather(
             BLOCK_W=shape.block,
             KIND=kind,
             num_warps=WARPS,
+            **NO_FUSION,
+            **at_most(FUSED_REGISTERS),
         )
     return out, rows_BTC
 
@@ -398,6 +415,7 @@ def put_rows(table: Tensor, ids_U: Tensor, values_UW: Tensor) -> None:
             ROWS=shape.rows,
             BLOCK_W=shape.block,
             num_warps=WARPS,
+            **NO_FUSION,
         )
 
 

@@ -33,6 +33,15 @@ class _Missing:
         return function
 
 
+NO_FUSION = {"enable_fp_fusion": False}
+"""Option of every launch: products and sums are rounded one by one, as in plain torch; Triton's default is changing."""
+
+
+def at_most(registers: int) -> dict[str, int]:
+    """Launch option for NVIDIA: left alone, ptxas aims at a number of resident warps and may spill for it."""
+    return {} if torch.version.hip else {"maxnreg": registers}
+
+
 triton: Any = importlib.import_module("triton") if INSTALLED else _Missing()
 tl: Any = importlib.import_module("triton.language") if INSTALLED else _Missing()
 

@@ -212,7 +212,7 @@ def hash_rows(
     skip: int = 0,
     masked: Tensor | None = None,
 ) -> Tensor:
-    """Raw ids int64 [B, T] -> row numbers int64 [G, B, T - skip, C], offsets included; arguments as in `windows_of_ids`."""
+    """Raw ids int64 [B, T] -> row numbers int64 [G, B, T - skip, C], offsets included; see `windows_of_ids`."""
     return rows_of_windows(windows_of_ids(ids_BT, constants, pad_BT, dead_BT, segment_BT, skip, masked), constants)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engram.kernels import reference_rows
-from engram.kernels.launch import INTERPRETED, check_count, on, power_of_two, runs, tl, triton
+from engram.kernels.launch import INTERPRETED, NO_FUSION, check_count, on, power_of_two, runs, tl, triton
 from engram.kernels.reference_rows import HashConstants
 
 BLOCK = 128  # look-ups a program: one a thread; two take more registers and spill on sm_90
@@ -252,6 +252,7 @@ def hash_rows(
             COUNT=masked is not None,
             BLOCK=block,
             num_warps=WARPS,
+            **NO_FUSION,
         )
     return out
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from engram.kernels import reference, reference_rows
-from engram.kernels.launch import INTERPRETED, check_count, on, power_of_two, runs, tl, triton
+from engram.kernels.launch import INTERPRETED, NO_FUSION, check_count, on, power_of_two, runs, tl, triton
 from engram.kernels.reference_rows import GAMMA, MIX_1, MIX_2, RULES, Rule, rounding_key
 
 SPLIT = 256  # places of a segment that one program adds up itself
@@ -206,7 +206,7 @@ def segments(ids_n: Tensor) -> Segments:
 def layout(width: int) -> dict[str, int]:
     """Compile-time block and warps for rows of `width` values: a whole row is in registers, for its mean square."""
     block = power_of_two(width)
-    return {"BLOCK_W": block, "num_warps": min(8, max(1, block // 256))}
+    return {"BLOCK_W": block, "num_warps": min(16, max(1, block // 128))}
 
 
 def _partial(found: Segments, grads_nW: Tensor) -> Tensor:
@@ -225,6 +225,7 @@ def _partial(found: Segments, grads_nW: Tensor) -> Tensor:
             ROWS=ROWS,
             SPLIT=SPLIT,
             **layout(width),
+            **NO_FUSION,
         )
     return partial
 
@@ -260,6 +261,7 @@ def _launch(
             SUMMED=summed,
             ROUND=table.dtype == torch.bfloat16,
             **layout(grads.shape[1]),
+            **NO_FUSION,
         )
 
 
@@ -300,7 +302,7 @@ def sum_atomic(number_n: Tensor, grads_nW: Tensor, distinct: int) -> Tensor:
         rows = power_of_two(min(count, (1 << 18) // power_of_two(width))) if INTERPRETED else 16
         with on(grads_nW):
             atomic_kernel[(triton.cdiv(count, rows),)](
-                number_n, grads_nW.contiguous(), sums_UW, count, W=width, ROWS=rows, **layout(width)
+                number_n, grads_nW.contiguous(), sums_UW, count, W=width, ROWS=rows, **layout(width), **NO_FUSION
             )
     return sums_UW
 

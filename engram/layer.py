@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from engram.compress import TokenMap
 from engram.config import EngramConfig
 from engram.hashing import NgramHash
-from engram.kernels.dispatch import gate, rms_norm, short_conv
+from engram.kernels.dispatch import conv_term, conv_update, gated_value
 from engram.prefetch import Ticket
 from engram.table import Table
 from engram.window import document_numbers
@@ -92,26 +91,28 @@ class Engram(nn.Module):
         self.taps = {}
         memory_BTM = self.table(rows_BTC, ticket).to(x.device)
         value_BTD = self._project(self.value, memory_BTM)
-        gated_BTSD = value_BTD.unsqueeze(-2)
         gate_BTS = None
-        if self.key is not None:
+        if self.key is not None and self.query_norm is not None and self.key_norm is not None:
             key_BTM = self._project(self.key, memory_BTM)
-            gate_BTS = self._gate(streams_BTSD, key_BTM.unflatten(-1, (self.cfg.branches, self.cfg.hidden_size)))
-            gated_BTSD = gate_BTS.to(value_BTD.dtype).unsqueeze(-1) * gated_BTSD
+            key_BTSD = key_BTM.unflatten(-1, (self.cfg.branches, self.cfg.hidden_size))
+            norms = (self.query_norm, self.key_norm, self.cfg.gate_eps)
+            gated_BTSD, gate_BTS = gated_value(streams_BTSD, key_BTSD, value_BTD, *norms, self.cfg.gate, keep_BT)
             self._tap(key=key_BTM)
-        elif self.cfg.branches > 1:
-            gated_BTSD = gated_BTSD.repeat(1, 1, self.cfg.branches, 1)
-        if keep_BT is not None:
-            gated_BTSD = gated_BTSD * keep_BT[..., None, None]
+        else:
+            gated_BTSD = value_BTD.unsqueeze(-2)
+            if self.cfg.branches > 1:
+                gated_BTSD = gated_BTSD.repeat(1, 1, self.cfg.branches, 1)
+            if keep_BT is not None:
+                gated_BTSD = gated_BTSD * keep_BT[..., None, None]
         out_BTSD = gated_BTSD
         if self.conv is not None and self.conv_norm is not None:
-            wide = torch.promote_types(gated_BTSD.dtype, torch.float32)
-            normed_BTSD = rms_norm(gated_BTSD.to(wide), self.conv_norm.to(wide), self.cfg.conv_eps).to(gated_BTSD.dtype)
             if segment_BT is not None:
                 segment_BT = document_numbers(segment_BT)
-            conv_BTSD = F.silu(short_conv(normed_BTSD, self.conv, self.cfg.max_order, segment_BT))
-            out_BTSD = out_BTSD + conv_BTSD
-            self._tap(conv=conv_BTSD)
+            weights = (self.conv_norm, self.conv, self.cfg.conv_eps, self.cfg.max_order, segment_BT)
+            out_BTSD = conv_update(gated_BTSD, *weights)
+            if self.tapping:
+                with torch.no_grad():
+                    self._tap(conv=conv_term(gated_BTSD, *weights))
         update = out_BTSD.to(x.dtype).view(x.shape)
         self._tap(rows=rows_BTC, memory=memory_BTM, value=value_BTD, gate=gate_BTS, output=update)
         return update
@@ -128,14 +129,6 @@ class Engram(nn.Module):
     def _project(self, linear: nn.Linear | None, memory_BTM: Tensor) -> Tensor:
         """Rows keep their own dtype; the projection runs in that of its weight."""
         return memory_BTM if linear is None else linear(memory_BTM.to(linear.weight.dtype))
-
-    def _gate(self, x_BTSD: Tensor, key_BTSD: Tensor) -> Tensor:
-        """Norms, dot product and root in fp32 or better: 16-bit scores near 0 would lose the sign of the root."""
-        wide = torch.promote_types(x_BTSD.dtype, torch.float32)
-        eps = self.cfg.gate_eps
-        assert self.key_norm is not None and self.query_norm is not None
-        query_BTSD = rms_norm(x_BTSD.to(wide), self.query_norm.to(wide), eps)
-        return gate(query_BTSD, rms_norm(key_BTSD.to(wide), self.key_norm.to(wide), eps), self.cfg.gate)
 
     def _tap(self, **stages: Tensor | None) -> None:
         for name, value in stages.items():

@@ -25,7 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from engram.kernels import gather, rows, scatter
+from engram.kernels import conv, gate, gather, rows, scatter
 from engram.kernels.launch import INSTALLED, INTERPRETED, NO_FUSION, triton
 from engram.kernels.reference_rows import FP8, INT8, LUT3, PLAIN, RULES
 
@@ -186,6 +186,17 @@ def other_variants(widths: Sequence[int]) -> Iterator[Variant]:
         yield Variant(f"atomic sum {width}", scatter.atomic_kernel, types, constants, how["num_warps"])
 
 
+def activation_variants(full: bool) -> Iterator[Variant]:
+    """The gate's and the convolution's kernels: those for one stream of 256 in bf16, or all."""
+    for given in (*gate.VARIANTS, *conv.VARIANTS):
+        if full or " D=256 " in given["name"] + " " and "bf16" in given["name"]:
+            types = {name: kind for name, kind in given["signature"].items() if kind != "constexpr"}
+            constants, aligned = given["constexprs"], tuple(given["aligned"])
+            yield Variant(
+                given["name"], given["kernel"], types, constants, given["num_warps"], given["registers"], "", aligned
+            )
+
+
 def variants(full: bool = False) -> list[Variant]:
     """What is compiled: the representative set, or every width, format, family and rule."""
     if full:
@@ -198,6 +209,7 @@ def variants(full: bool = False) -> list[Variant]:
             *put_variants(WIDTHS),
             *update_variants(("sum", *RULES), (1, 31, 64, 160, 1280, 2048), ("*fp32", "*bf16")),
             *other_variants((1, 64, 160, 2048)),
+            *activation_variants(full),
         ]
     fused = [("demo", "fp32", 64), ("v4.1", "fp8", 256), ("v4.1", "bf16", 256), ("qwen3.8", "bf16", 160)]
     return [
@@ -209,6 +221,7 @@ def variants(full: bool = False) -> list[Variant]:
         *put_variants((64,)),
         *update_variants(("sum", "rowwise_adam"), (64,), ("*fp32", "*bf16")),
         *other_variants((64,)),
+        *activation_variants(full),
     ]
 
 

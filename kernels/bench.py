@@ -4,8 +4,8 @@
 
 Every operation is first compared with its judge (kernels/reference*.py) in the same call: a wrong result raises, so a
 red operation has no number. The two sides of a claim take turns. On a GPU the ceiling is a copy: `copy_` within the
-device for tables there, host to device for pinned tables, bytes counted as read plus written. Look-ups change from round
-to round, so that rows are not in a cache. Without a GPU only hashing on the CPU is measured.
+device for tables there, host to device for pinned tables, bytes counted as read plus written. Look-ups change from
+round to round, so that rows are not in a cache. Without a GPU only hashing on the CPU is measured.
 
 Shapes: n looked-up rows, R rows, W row width, C columns, B batch, T time.
 """
@@ -163,7 +163,7 @@ def _tables(total_bytes: int, width: int, dtype: torch.dtype, device: torch.devi
 
 
 def hash_on_cpu(rounds: int) -> Measured:
-    """16,384 tokens x 16 columns on one thread: the dispatcher's CPU path (numba) against plain torch; target 1/2.5."""
+    """16,384 tokens x 16 columns on one thread: the dispatcher's CPU path (numba) against plain torch; at most 1/2.5."""
     if not cpu.available():
         raise RuntimeError("bench: hashing on the CPU is plain torch here, since numba is not installed")
     cpu_device, before = torch.device("cpu"), torch.get_num_threads()

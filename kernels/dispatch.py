@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engram.kernels import cpu, gather, launch, reference, reference_rows, rows, scatter
-from engram.kernels.reference import elementwise_adam, gate, rms_norm, short_conv
+from engram.kernels import conv, cpu, gate, gather, launch, reference, reference_rows, rows, scatter
+from engram.kernels.reference import conv_term, elementwise_adam
 from engram.kernels.reference_rows import (
     FP8,
     GAMMA,
@@ -61,7 +61,8 @@ def backend() -> str:
     if launch.INTERPRETED:
         places["triton"] = "Triton's interpreter on a CPU"
     said = ", ".join([places[one] for one in chosen] + ["plain torch elsewhere"] * (chosen != ["reference"]))
-    logging.getLogger("engram").info("kernels: %s (%s=%s)", said, VARIABLE, wanted)
+    if not torch.compiler.is_compiling():  # a graph holds no logger
+        logging.getLogger("engram").info("kernels: %s (%s=%s)", said, VARIABLE, wanted)
     return "+".join(chosen)
 
 
@@ -126,6 +127,36 @@ def update_rows(table: Tensor, v_R: Tensor, ids_U: Tensor, grads_UW: Tensor, rul
     chosen.update_rows(table, v_R, ids_U, grads_UW, rule)
 
 
+def gated_value(
+    x_BTSD: Tensor,
+    key_BTSD: Tensor,
+    value_BTD: Tensor,
+    query_norm_SD: Tensor,
+    key_norm_SD: Tensor,
+    eps: float | None,
+    kind: str,
+    keep_BT: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See kernels/reference.py."""
+    tensors = (x_BTSD, key_BTSD, value_BTD, query_norm_SD, key_norm_SD)
+    chosen = gate if on_kernels(*tensors) and launch.serves(*tensors) else reference
+    return chosen.gated_value(*tensors, eps, kind, keep_BT)
+
+
+def conv_update(
+    gated_BTSD: Tensor,
+    norm_SD: Tensor,
+    weight_SDK: Tensor,
+    eps: float | None,
+    dilation: int,
+    segment_BT: Tensor | None = None,
+) -> Tensor:
+    """See kernels/reference.py."""
+    tensors = (gated_BTSD, norm_SD, weight_SDK)
+    chosen = conv if on_kernels(*tensors) and launch.serves(*tensors) else reference
+    return chosen.conv_update(*tensors, eps, dilation, segment_BT)
+
+
 def sum_duplicates(ids_n: Tensor, grads_nW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels/reference.py."""
     if on_kernels(ids_n, grads_nW) and grads_nW.dtype != torch.float64:
@@ -158,9 +189,11 @@ __all__ = [
     "HashConstants",
     "Rule",
     "backend",
+    "conv_term",
+    "conv_update",
     "decode_rows",
     "elementwise_adam",
-    "gate",
+    "gated_value",
     "gather_rows",
     "hash_rows",
     "mix64",
@@ -169,12 +202,10 @@ __all__ = [
     "prepare",
     "put_rows",
     "reciprocals",
-    "rms_norm",
     "round_stochastic",
     "rows_of_windows",
     "rowwise_adagrad",
     "rowwise_adam",
-    "short_conv",
     "stack",
     "sum_duplicates",
     "update_rows",

@@ -21,6 +21,14 @@ from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INSTALLED = importlib.util.find_spec("triton") is not None
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What kernels over activations read and write; they compute in fp32, so float64 stays with plain torch."""
+
+TILE = 512
+"""Elements of a warp's tile: 1 KiB in 16 bits, two 128-bit loads for each of its 32 threads."""
+
+FEW_ROWS = 2048
+"""About 16 rows for each of the 132 processors of an H100: below, short tiles, so that more processors have work."""
 
 
 class _Missing:
@@ -29,8 +37,8 @@ class _Missing:
     def __getattr__(self, name: str) -> Any:
         return _Missing()
 
-    def jit(self, function: Any) -> Any:
-        return function
+    def jit(self, function: Any = None, **_: Any) -> Any:
+        return function if function is not None else (lambda wrapped: wrapped)
 
 
 NO_FUSION = {"enable_fp_fusion": False}
@@ -74,3 +82,42 @@ def check_count(name: str, count: int) -> None:
     """Places in a batch are 32-bit inside the kernels (addresses are 64-bit). Raises ValueError for more."""
     if count >= 2**31:
         raise ValueError(f"{name}: {count:,} look-ups in one call; a kernel takes fewer than 2^31, so split the batch")
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether kernels over activations can take these tensors: `runs`, and all of them fp32, bf16 or fp16."""
+    return runs(*tensors) and all(tensor.dtype in FLOATS for tensor in tensors)
+
+
+def tile(rows: int, width: int) -> dict[str, Any]:
+    """One program's tile of a matrix of `rows` rows of `width` numbers: ROWS and BLOCK (columns), and launch options.
+
+    A program is one warp, so that sums over a row or over a tile's rows need no barrier and no shared memory; wide rows
+    are walked in blocks of 256 columns, in 16 bits one 128-bit load a thread. Few rows get wider tiles and four warps:
+    there a program's own latency counts. The interpreter gets 64 rows: it pays by the program.
+    """
+    rows_wanted, block, warps = 64, min(power_of_two(width), 256), 1
+    if not INTERPRETED:
+        rows_wanted = min(TILE // block, 128)
+        if rows < FEW_ROWS:
+            rows_wanted, block, warps = 2, min(power_of_two(width), 1024), 4
+    return {"ROWS": rows_wanted, "BLOCK": block, "num_warps": warps, **NO_FUSION}
+
+
+def variant(
+    name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], registers: int | None = None
+) -> dict[str, Any]:
+    """A launch as a compiler needs it without a GPU: argument types in order, `constants` as given to the launch.
+
+    registers  what a thread may take on an NVIDIA GPU, None for no limit.
+    """
+    fixed = {key: value for key, value in constants.items() if key not in ("num_warps", *NO_FUSION)}
+    return {
+        "name": name,
+        "kernel": kernel,
+        "signature": {**types, **dict.fromkeys(fixed, "constexpr")},
+        "constexprs": fixed,
+        "aligned": [key for key, kind in types.items() if kind.startswith("*")],
+        "num_warps": constants["num_warps"],
+        "registers": registers,
+    }

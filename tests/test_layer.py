@@ -31,7 +31,11 @@ def _double(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["signed_sqrt", "sigmoid"])
 def test_gradcheck_of_the_gate(kind: str) -> None:
-    assert torch.autograd.gradcheck(lambda q, k: reference.gate(q, k, kind), (_double(2, 3, 2, 5), _double(2, 3, 2, 5)))
+    inputs = (_double(2, 3, 2, 5), _double(2, 3, 2, 5))
+    assert torch.autograd.gradcheck(lambda q, k: reference.sigmoid_gate(q, k, kind), inputs)
+    keep = torch.tensor([[True, False, True], [False, True, True]])
+    inputs = (*inputs, _double(2, 3, 5), _double(2, 5), _double(2, 5))
+    assert torch.autograd.gradcheck(lambda *tensors: reference.gated_value(*tensors, 1e-6, kind, keep), inputs)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -39,6 +43,8 @@ def test_gradcheck_of_the_convolution(packed: bool) -> None:
     segments = torch.tensor([[0] * 4 + [1] * 7, [0] * 11]) if packed else None
     inputs = (_double(2, 11, 2, 3), _double(2, 3, 4))
     assert torch.autograd.gradcheck(lambda x, w: reference.short_conv(x, w, 3, segments), inputs)
+    inputs = (inputs[0], _double(2, 3), inputs[1])
+    assert torch.autograd.gradcheck(lambda *tensors: reference.conv_update(*tensors, 1e-6, 3, segments), inputs)
 
 
 def test_gradcheck_of_the_norm() -> None:
@@ -55,7 +61,7 @@ def test_the_convolution_is_torchs_depthwise_convolution() -> None:
 
 def test_a_score_of_zero_opens_the_gate_half_and_its_gradient_is_finite() -> None:
     query, key = torch.zeros(1, 1, 1, 4, requires_grad=True), torch.ones(1, 1, 1, 4)
-    value = reference.gate(query, key, "signed_sqrt")
+    value = reference.sigmoid_gate(query, key, "signed_sqrt")
     value.sum().backward()
     assert value.item() == 0.5 and torch.isfinite(query.grad).all()  # type: ignore[arg-type]
 

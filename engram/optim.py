@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from engram.config import ConfigError
-from engram.kernels.dispatch import elementwise_adam, prepare, rowwise_adagrad, rowwise_adam
+from engram.kernels.dispatch import RULES as IN_PLACE
+from engram.kernels.dispatch import Rule, elementwise_adam, prepare, rowwise_adagrad, rowwise_adam, update_rows
 from engram.stores import TableSpec
 from engram.strict import choice, require
 from engram.table import RowProxy, Table
@@ -182,12 +183,19 @@ class EngramOptimizer(torch.optim.Optimizer):
             state.update(_row_state(group["rule"], store.spec, store.device))
         ids_U, grads_UW = proxy.row_ids, proxy.grad
         assert ids_U is not None and grads_UW is not None
-        values_UW, kept = table.touched_values(), _kept(group)
-        if kept != 1:
-            values_UW = values_UW * kept
+        kept, everywhere = _kept(group), group.get("row_decay") == "global"
         state["step"] += 1
-        new_UW = _apply_rule(group, state, ids_U, values_UW, grads_UW)
-        table.write(ids_U, new_UW, int(state["step"]), decay=kept if group.get("row_decay") == "global" else 1.0)
+        step = int(state["step"])
+        if group["rule"] in IN_PLACE and table.moves_in_place() and not (everywhere and kept != 1):
+            seed, betas = store.spec.seed, group["betas"]
+            rule = Rule(group["rule"], group["lr"], betas[1], group["eps"], kept, seed, step)
+            update_rows(store.rows, state.get("v", grads_UW), ids_U, grads_UW, rule)
+        else:
+            values_UW = table.touched_values()
+            if kept != 1:
+                values_UW = values_UW * kept
+            new_UW = _apply_rule(group, state, ids_U, values_UW, grads_UW)
+            table.write(ids_U, new_UW, step, decay=kept if everywhere else 1.0)
         table.updates += group["lr"] > 0
         proxy.applied()
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from engram.config import ConfigError, EngramConfig
 from engram.hashing import splitmix64, total_rows
-from engram.kernels.dispatch import sum_duplicates
+from engram.kernels.dispatch import on_kernels, sum_duplicates
 from engram.prefetch import Fetcher, Ticket
 from engram.stores import DeferredDiskStore, DeviceStore, HostStore, PinnedStore, Store, TableSpec
 from engram.stores.formats import round_stochastic
@@ -282,6 +282,10 @@ class Table(nn.Module):
     def stored(self, ids_n: Tensor) -> Tensor:
         """Rows [n, W] as the store holds them now: the values, divided by `scale`."""
         return self.store.gather(ids_n) if self.fetcher is None else self.fetcher.read(ids_n)
+
+    def moves_in_place(self) -> bool:
+        """Whether a kernel may change rows where they are: device rows that are stored as they are."""
+        return self.store.kind == "device" and self.scale == 1 and on_kernels(self.store.rows)
 
     def write(self, ids_U: Tensor, values_UW: Tensor, step: int = 0, decay: float = 1.0) -> None:
         """New values of distinct rows, ascending; a later read sees them.

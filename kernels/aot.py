@@ -189,7 +189,7 @@ def other_variants(widths: Sequence[int]) -> Iterator[Variant]:
 def activation_variants(full: bool) -> Iterator[Variant]:
     """The gate's and the convolution's kernels: those for one stream of 256 in bf16, or all."""
     for given in (*gate.VARIANTS, *conv.VARIANTS):
-        if full or " D=256 " in given["name"] + " " and "bf16" in given["name"]:
+        if full or (" D=256 " in given["name"] + " " and "bf16" in given["name"]):
             types = {name: kind for name, kind in given["signature"].items() if kind != "constexpr"}
             constants, aligned = given["constexprs"], tuple(given["aligned"])
             yield Variant(

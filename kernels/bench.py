@@ -146,9 +146,24 @@ def constants(device: torch.device, heads: int = 8, rows_of_head: int = 20_000) 
     lines = [line[:order] + [0] * (3 - order) for order in orders for _ in range(heads)]
     inverse, exact = reference_rows.reciprocals(sizes, 2**63 - 1)
     offsets = [sum(sizes[:column]) for column in range(len(sizes))]
-    tensors = (torch.tensor(values, dtype=torch.int64, device=device) for values in (lines, sizes, offsets, inverse, []))
+    lists: tuple[Any, ...] = (lines, sizes, offsets, inverse, [])
+    numbers = [torch.tensor(values, dtype=torch.int64, device=device) for values in lists]
     class_of = torch.arange(vocabulary, device=device) % classes
-    return HashConstants(*tensors, class_of, orders, heads, vocabulary, 2, True, False, exact)
+    return HashConstants(
+        numbers[0],
+        numbers[1],
+        numbers[2],
+        numbers[3],
+        numbers[4],
+        class_of=class_of,
+        orders=orders,
+        heads=heads,
+        limit=vocabulary,
+        filler=2,
+        xor=True,
+        narrow=False,
+        exact_reciprocal=exact,
+    )
 
 
 def _ids(count: int, below: int, sets: int, device: torch.device) -> list[Tensor]:
@@ -163,7 +178,7 @@ def _tables(total_bytes: int, width: int, dtype: torch.dtype, device: torch.devi
 
 
 def hash_on_cpu(rounds: int) -> Measured:
-    """16,384 tokens x 16 columns on one thread: the dispatcher's CPU path (numba) against plain torch; at most 1/2.5."""
+    """16,384 tokens x 16 columns on one thread: the CPU path (numba) against plain torch; target 1/2.5."""
     if not cpu.available():
         raise RuntimeError("bench: hashing on the CPU is plain torch here, since numba is not installed")
     cpu_device, before = torch.device("cpu"), torch.get_num_threads()

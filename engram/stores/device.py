@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engram.kernels.dispatch import PLAIN, gather_rows, on_kernels
 from engram.stores.base import TableSpec, fill
 
 
@@ -74,7 +75,13 @@ class DeviceStore(nn.Module):
             self.rows.copy_(saved)
 
     def gather(self, ids_n: Tensor, out: Tensor | None = None) -> Tensor:
-        """Row numbers [n] -> values [n, W], fp32. Raises IndexError for a row outside the table (CPU)."""
+        """Row numbers [n] -> values [n, W], fp32.
+
+        A row outside the table raises IndexError on a CPU; a kernel gives NaN for it.
+        """
+        if on_kernels(self.rows, ids_n):
+            values_nW = gather_rows(self.rows, ids_n, PLAIN, self.spec.width)
+            return values_nW if out is None else out.copy_(values_nW)
         if self.dtype == torch.float32:
             return torch.index_select(self.rows, 0, ids_n, out=out)
         values_nW = self.rows.index_select(0, ids_n)

@@ -217,11 +217,16 @@ def _info(as_json: Json = False, debug: Debug = False) -> None:
 @app.command("bench")
 def _bench(
     rounds: Annotated[int, typer.Option("--rounds", min=2, help="Timed rounds a claim.")] = 30,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PATTERN", help="Claims whose id fits, such as 'disk-*'; several are allowed."),
+    ] = None,
+    out: Out = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Speed claims as ratios of two things timed in one run."""
-    _run("bench", as_json, debug, rounds=rounds)
+    """Speed claims as ratios of two things timed in one run. Disk claims read a file in the folder TMPDIR."""
+    _run("bench", as_json, debug, rounds=rounds, only=only or [], out=out)
 
 
 @app.command("overlap")

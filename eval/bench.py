@@ -1,6 +1,8 @@
 """Speed claims as ratios of two things timed in one run: `engram bench`.
 
     engram bench --json        # {"hardware", "claims": [{"id", "value", "against", "ratio", "target", "ok", ...}]}
+    engram bench --only 'disk-*' --only 'host-gather-256-B-*'
+    engram bench --out runs/bench       # also runs/bench/bench.json, a result file
 
 Both sides of a claim are timed alternately, and the ratio is that of their medians, with the quartiles of the single
 ratios beside it. A claim whose own check fails is no claim: it raises instead of reporting a time.
@@ -10,7 +12,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -22,24 +26,62 @@ import engram.optim
 from engram.attaching import attach
 from engram.backbone import BackboneConfig, build
 from engram.config import EngramConfig
-from engram.eval.bench_gather import gather_times
+from engram.eval import bench_disk, bench_gather
+from engram.eval.report import result, write_json
 from engram.info import machine
 from engram.layer import Engram
+from engram.strict import ConfigError
 from engram.table import Table as RowTable
 
 SMALL, LARGE = 10**4, 10**7
-STEP_TARGET = 1.05
+STEP_TARGET, DISK_TARGET = 1.05, 1 / 0.85
+ROW_TARGETS = {"row-update-against-sparse-adam": 1 / 3, "row-update-against-dense-adam": 1 / 100}
+GATHER_TARGETS = {"index_select": 1 / 0.9, "ceiling": 1 / 0.5}
 VOCABULARY = 4096
+SEED = 0
+WARM = "disk-warm-mapping"
 
 Side: TypeAlias = "tuple[RowTable, Callable[[], None]]"
 
 
-def run(rounds: int = 30, rows: int = LARGE) -> dict[str, Any]:
-    """All claims -> {"hardware", "claims"}; `rounds` timed rounds a claim, `rows` of the large table."""
-    claims = [step_time(name, rounds, rows) for name in STEPPERS]
-    claims += row_updates(rounds, rows=rows // 5)
-    claims += gathers(rounds)
-    return {"hardware": machine(), "claims": claims}
+def run(rounds: int = 30, only: Sequence[str] = (), out: str | None = None) -> dict[str, Any]:
+    """Claims with `rounds` timed rounds each -> {"hardware", "claims", "reported"}; the last is measured, not claimed.
+
+    only  patterns like those of file names: claims whose id fits one of them; none of them means all.
+    out   folder for a result file, bench.json.
+    Raises ConfigError for a pattern that fits no claim, or without space for the file that the disk claims read.
+    """
+    wanted = chosen(only)
+    if any(name.startswith("disk-") for name in wanted):
+        bench_disk.require_space()
+    torch.manual_seed(SEED)
+    claims = [step_time(name, rounds, LARGE) for name in STEPPERS if step_id(name, LARGE) in wanted]
+    claims += row_updates(rounds, LARGE // 5, wanted)
+    claims += gathers(rounds, wanted)
+    more, reported = disk_reads(rounds, wanted)
+    found = {"hardware": machine(), "claims": claims + more, "reported": reported}
+    if out:
+        config: dict[str, Any] = {"rounds": rounds, "only": list(only), "rows": LARGE, "gather": bench_gather.sizes()}
+        config["disk"] = bench_disk.sizes()
+        metrics = {"arm": "bench", "claims": found["claims"], "reported": reported}
+        write_json(Path(out) / "bench.json", result(config, SEED, metrics))
+    return found
+
+
+def chosen(only: Sequence[str]) -> list[str]:
+    """Patterns -> ids of the claims that fit one of them. Raises ConfigError for a pattern that fits none."""
+    known = [step_id(name, LARGE) for name in STEPPERS] + list(ROW_TARGETS)
+    known += [gather_id(size, name) for size in bench_gather.ROW_BYTES for name in GATHER_TARGETS]
+    known += [disk_id(way) for way in bench_disk.WAYS] + [WARM]
+    for pattern in only:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise ConfigError(f"only: {pattern!r} fits no claim; there are {', '.join(known)}")
+    return [name for name in known if not only or any(fnmatchcase(name, pattern) for pattern in only)]
+
+
+def step_id(name: str, large: int) -> str:
+    """Name in STEPPERS, rows of the large table -> id of the claim."""
+    return f"{name}-step-at-{large:.0e}-rows"
 
 
 def step_time(name: str, rounds: int, large: int) -> dict[str, Any]:
@@ -53,7 +95,7 @@ def step_time(name: str, rounds: int, large: int) -> dict[str, Any]:
         if table.updates != 1:
             raise RuntimeError("bench: the warm-up step did not update the rows")
     times = alternate({str(rows): step for rows, (_, step) in sides.items()}, rounds)
-    return claim(f"{name}-step-at-{large:.0e}-rows", times[str(large)], times[str(SMALL)], STEP_TARGET)
+    return claim(step_id(name, large), times[str(large)], times[str(SMALL)], STEP_TARGET)
 
 
 def _config(rows: int) -> EngramConfig:
@@ -93,11 +135,16 @@ def _stepper(module: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None
 STEPPERS: dict[str, Callable[[int], Side]] = {"model": _model_stepper, "layer": _layer_stepper}
 
 
-def row_updates(rounds: int, rows: int, width: int = 64, lookups: int = 16_384) -> list[dict[str, Any]]:
+def row_updates(
+    rounds: int, rows: int, wanted: Collection[str] = tuple(ROW_TARGETS), width: int = 64, lookups: int = 16_384
+) -> list[dict[str, Any]]:
     """Backward and update of `lookups` uniform rows: ours against torch's SparseAdam, and against a dense Adam step.
 
     Its check: after one step with the same gradient, ours has moved exactly the looked-up rows.
     """
+    targets = {name: target for name, target in ROW_TARGETS.items() if name in wanted}
+    if not targets:
+        return []
     cfg = EngramConfig(hidden_size=width, layers=(1,), orders=(2,), heads=1, head_dim=width, rows=rows)
     table = RowTable(cfg, 1)
     sparse, dense = (nn.Embedding(rows, width, sparse=flag) for flag in (True, False))
@@ -122,24 +169,58 @@ def row_updates(rounds: int, rows: int, width: int = 64, lookups: int = 16_384) 
     if not 0 < int(table.store.rows.any(dim=1).sum()) <= lookups:
         raise RuntimeError("bench: the row-wise step did not move the looked-up rows alone")
     claims = []
-    for name, target, count in (("sparse-adam", 1 / 3, rounds), ("dense-adam", 1 / 100, 3)):
-        theirs(name)
-        pairs = [(ours(), theirs(name)) for _ in range(max(2, count))]
+    for name, target in targets.items():
+        judge = name.removeprefix("row-update-against-")
+        theirs(judge)
+        count = 3 if judge == "dense-adam" else rounds
+        pairs = [(ours(), theirs(judge)) for _ in range(max(2, count))]
         value, against = (list(side) for side in zip(*pairs, strict=True))
-        claims.append(claim(f"row-update-against-{name}", value, against, target))
+        claims.append(claim(name, value, against, target))
     return claims
 
 
-def gathers(rounds: int) -> list[dict[str, Any]]:
+def gathers(rounds: int, wanted: Collection[str]) -> list[dict[str, Any]]:
     """Gather of 32,768 random host rows against `torch.index_select(out=)` and against a read-only C loop."""
-    claims = []
-    for size, times in gather_times(rounds).items():
-        for name, target in (("index_select", 1 / 0.9), ("ceiling", 1 / 0.5)):
-            if name in times:
-                claims.append(claim(f"host-gather-{size}-B-against-{name}", times["ours"], times[name], target))
-    if not any("ceiling" in one["id"] for one in claims):
-        Console(stderr=True).print("no C compiler: the read-only ceiling is not measured")
+    sizes = [size for size in bench_gather.ROW_BYTES if any(gather_id(size, name) in wanted for name in GATHER_TARGETS)]
+    claims, found = [], bench_gather.gather_times(rounds, sizes)
+    for size, times in found.items():
+        for name, target in GATHER_TARGETS.items():
+            if name in times and gather_id(size, name) in wanted:
+                claims.append(claim(gather_id(size, name), times["ours"], times[name], target))
+    if any("ceiling" not in times for times in found.values()):
+        _say(f"{gather_id('*', 'ceiling')}: no C compiler, or none that takes the loop")
     return claims
+
+
+def gather_id(size: int | str, name: str) -> str:
+    """Bytes of a row, other side -> id of the claim."""
+    return f"host-gather-{size}-B-against-{name}"
+
+
+def disk_reads(rounds: int, wanted: Collection[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Gather of 8,000 random rows of a file, each permitted way against a raw loop in C -> claims, and what is none."""
+    ways = [way for way in bench_disk.WAYS if disk_id(way) in wanted]
+    if not ways and WARM not in wanted:
+        return [], []
+    found = bench_disk.disk_times(rounds, ways, WARM in wanted)
+    for line in found.missing:
+        _say(line)
+    claims = []
+    for way, times in found.sides.items():
+        claims.append({**claim(disk_id(way), times["ours"], times["raw"], DISK_TARGET), "way": found.ways[way]})
+    if not found.warm:
+        return claims, []
+    seconds = statistics.median(found.warm)
+    return claims, [{"id": WARM, "value": seconds, "rows_per_second": bench_disk.LOOKUPS / seconds}]
+
+
+def disk_id(way: str) -> str:
+    """Way of the disk store -> id of the claim."""
+    return f"disk-{way}-against-raw"
+
+
+def _say(line: str) -> None:
+    Console(stderr=True).print(f"left out: {line}", soft_wrap=True, highlight=False)
 
 
 def _update_seconds(backward: Callable[[], Any], optimizer: torch.optim.Optimizer) -> float:
@@ -187,4 +268,7 @@ def show(found: dict[str, Any]) -> None:
         times = (f"{1e3 * one['value']:.3f}", f"{1e3 * one['against']:.3f}")
         ratio = (f"{one['ratio']:.3f}", f"{low:.3f} to {high:.3f}", f"{one['target']:.3g}")
         table.add_row(one["id"], *times, *ratio, "met" if one["ok"] else "missed")
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for one in found["reported"]:
+        console.print(f"{one['id']}: {one['rows_per_second']:,.0f} rows a second (reported, no claim)")

@@ -7,16 +7,15 @@ compiled when the benchmark runs. Where there is no C compiler the claim says so
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engram.eval.bench_raw import compile_library
 from engram.stores import HostStore, TableSpec
 
 ROW_BYTES = (256, 1024, 4096)
@@ -76,20 +75,16 @@ def gather_sides(row_bytes: int, folder: Path) -> dict[str, Callable[[], float]]
 
 def compile_reader(folder: Path) -> Callable[..., int] | None:
     """The C loop as a function (table address, ids address, n, bytes of a row), or None without a C compiler."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
+    library = compile_library(READER, folder / "reader.so", "-march=native")
+    if library is None:
         return None
-    source, library = folder / "reader.c", folder / "reader.so"
-    if not library.exists():
-        source.write_text(READER, encoding="utf-8")
-        subprocess.run([compiler, "-O3", "-march=native", "-shared", "-fPIC", "-o", library, source], check=True)
-    function = ctypes.CDLL(str(library)).read_rows
+    function = library.read_rows
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     function.restype = ctypes.c_uint64
     return function
 
 
-def gather_times(rounds: int, row_bytes: tuple[int, ...] = ROW_BYTES) -> dict[int, dict[str, list[float]]]:
+def gather_times(rounds: int, row_bytes: Sequence[int] = ROW_BYTES) -> dict[int, dict[str, list[float]]]:
     """Row size -> side -> seconds of each round, the sides taking turns, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -107,3 +102,26 @@ def gather_times(rounds: int, row_bytes: tuple[int, ...] = ROW_BYTES) -> dict[in
             return found
     finally:
         torch.set_num_threads(threads)
+
+
+def sizes() -> dict[str, Any]:
+    """What was gathered, for the result file."""
+    return {"lookups": LOOKUPS, "table_bytes": TABLE_BYTES, "row_bytes": list(ROW_BYTES), "threads": 1}
+
+
+def gather_table(claims: Sequence[Mapping[str, Any]]) -> str:
+    """The claims of a result -> Markdown: a line a row size, both ratios with quartiles; a missed target is said."""
+    heads = ("row", "ours / `torch.index_select(out=)`", "quartiles", "ours / C loop that only reads", "quartiles")
+    lines, by_id = [heads, ("--:",) * len(heads)], {one["id"]: one for one in claims}
+    for size in ROW_BYTES:
+        cells = [f"{size} B"]
+        for name in ("index_select", "ceiling"):
+            one = by_id.get(f"host-gather-{size}-B-against-{name}")
+            cells += ["–", "–"] if one is None else ratio_cells(one["ratio"], one["quartiles"], one["ok"])
+        lines.append(tuple(cells))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def ratio_cells(ratio: float, quartiles: Sequence[float], ok: bool) -> list[str]:
+    """A ratio, its quartiles and whether its target was met -> two cells of a table."""
+    return [f"{ratio:.2f}" + ("" if ok else ", missed"), "{:.2f} to {:.2f}".format(*quartiles)]

@@ -173,6 +173,26 @@ def test_large_batches_go_in_pieces(tmp_path: Path) -> None:
         assert store.bytes_held()["cpu"] < 2 * (1 << 20) + 900 * 4096 + 4 * PAGE
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("width", [64, 1024])
+def test_rows_that_fill_pages_evenly_come_from_the_pages_themselves(
+    tmp_path: Path, way: dict[str, Any], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, values = TableSpec(600, width, seed=4), torch.randn(600, width)
+    with DiskStore(tmp_path / "rows", spec, buffer_mb=1, **way) as store:
+        store.update(torch.arange(600), values)
+        if store._access.window is None:  # each row is copied once, out of its page
+            monkeypatch.setattr(access.RowAccess, "read", lambda self, ids: pytest.fail("another copy"))
+        for count in (1, 90, 2000):  # 600 distinct rows of a page each go in pieces
+            ids = torch.randint(0, 600, (count,))
+            first = store.gather(ids)
+            assert torch.equal(first, values[ids])
+            assert torch.equal(store.gather(599 - ids), values[599 - ids])
+            assert torch.equal(first, values[ids]), "what was handed out is the caller's own"
+            half = torch.empty(count, width, dtype=torch.bfloat16)
+            assert torch.equal(store.gather(ids, out=half), values[ids].bfloat16())
+
+
 def test_an_output_of_another_kind_is_filled_too(tmp_path: Path) -> None:
     store, values = wrote_all(tmp_path / "rows")
     out = torch.empty(3, 2 * SPEC.width)[:, ::2]

@@ -186,11 +186,16 @@ class RowAccess:
         """Touched rows [n] -> their bytes [n, b] in the file."""
         if not len(ids_n):
             return np.empty((0, self.layout.row_bytes), dtype=np.uint8)
+        flat, places_n = self.locate(ids_n)
+        return _windows(flat, self.layout.row_bytes)[places_n]
+
+    def locate(self, ids_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Touched rows [n], at least one -> bytes that hold them until the next call, and where each row begins."""
         if self.window is not None:
             self.announce(ids_n)
-            return _windows(self.window, self.layout.row_bytes)[self.layout.offsets(ids_n)]
-        pages, places = self._pages_of(ids_n)
-        return _windows(self._load(pages, ids_n), self.layout.row_bytes)[places]
+            return self.window, self.layout.offsets(ids_n)
+        pages, places_n = self._pages_of(ids_n)
+        return self._load(pages, ids_n), places_n
 
     def before(self, ids_U: np.ndarray, keep_U: np.ndarray) -> np.ndarray:
         """Rows about to be written -> the bytes [t, b] of those marked in `keep_U` (touched ones)."""

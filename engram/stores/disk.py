@@ -85,6 +85,7 @@ class DiskStore:
         self._access: RowAccess | None = None
         self._checkpoints: Checkpoints | None = None
         self._rows = get_format(format, spec.width)
+        self._even = self._rows.name == "fp32" and PAGE % self._rows.row_bytes == 0
         wanted = FileInfo(spec, format, self._rows.row_bytes, identity)
         if not os.path.exists(self.path):
             require(
@@ -178,7 +179,8 @@ class DiskStore:
                 self._gather_mapped(mapped, ids, out)
                 return out
             unique, inverse = np.unique(ids, return_inverse=True)
-            values, index = self._fetch_all(unique), torch.from_numpy(inverse.reshape(-1))
+            values, place = self._fetch_all(unique)
+            index = torch.from_numpy(inverse.reshape(-1) if place is None else place[inverse.reshape(-1)])
             if out.dtype == torch.float32 and out.device.type == "cpu":
                 torch.index_select(values, 0, index, out=out)
             else:
@@ -359,29 +361,38 @@ class DiskStore:
         values = self.spec.initial(torch.from_numpy(ids))
         return values if self._rows.name == "fp32" else self._rows.decode(self._rows.encode(values))
 
-    def _fetch_all(self, ids: np.ndarray) -> Tensor:
-        """Sorted distinct rows -> values [U, W]; a piece at a time where they are many."""
+    def _fetch_all(self, ids: np.ndarray) -> tuple[Tensor, np.ndarray | None]:
+        """Sorted distinct rows -> as `_fetch`; a piece at a time where they are many."""
         if len(ids) <= self._chunk:
             return self._fetch(ids)
         if len(ids) > len(self._values):
             self._values = torch.empty(len(ids), self.spec.width)
         for start in range(0, len(ids), self._chunk):
             part = ids[start : start + self._chunk]
-            self._values[start : start + len(part)] = self._fetch(part)
-        return self._values[: len(ids)]
+            values, place = self._fetch(part)
+            self._values[start : start + len(part)] = values if place is None else values[torch.from_numpy(place)]
+        return self._values[: len(ids)], None
 
-    def _fetch(self, ids: np.ndarray) -> Tensor:
-        """Sorted distinct rows -> values [U, W]: initial, from the cache, or from the file."""
+    def _fetch(self, ids: np.ndarray) -> tuple[Tensor, np.ndarray | None]:
+        """Sorted distinct rows -> values [S, W], and which of them each row is [U]; None: one after another.
+
+        Values are initial, from the cache, or from the file: where rows fill pages evenly and all come from the file,
+        the pages themselves are handed out until the next call, which saves a copy of every row.
+        """
         touched = self._touched.get(ids)
         there = np.flatnonzero(touched)
         if not len(there):
-            return self._initial(ids)
+            return self._initial(ids), None
         wanted, access = ids[there], self._rows_of_file
         hit, slot = self._cached(wanted)
         if hit.any():
             bytes_tb = np.empty((len(wanted), self._rows.row_bytes), dtype=np.uint8)
             bytes_tb[hit] = self._cache[slot[hit]]
             bytes_tb[~hit] = access.read(wanted[~hit])
+        elif self._even and len(there) == len(ids) and access.window is None:
+            flat, places = access.locate(ids)
+            rows = torch.from_numpy(flat.view(np.float32)).view(-1, self.spec.width)
+            return rows, places // self._rows.row_bytes
         else:
             bytes_tb = access.read(wanted)
         if self._rows.name == "fp32":
@@ -389,11 +400,11 @@ class DiskStore:
         else:
             values = self._rows.decode(torch.from_numpy(bytes_tb))
         if len(there) == len(ids):
-            return values
+            return values, None
         out, fresh = torch.empty(len(ids), self.spec.width), np.flatnonzero(~touched)
         out[torch.from_numpy(there)] = values
         out[torch.from_numpy(fresh)] = self._initial(ids[fresh])
-        return out
+        return out, None
 
     def _cached(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row numbers -> which are in the cache, and where."""

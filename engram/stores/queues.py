@@ -44,7 +44,7 @@ _SQE = np.dtype(
         "itemsize": 64,
     }
 )
-_CQE = np.dtype([("user_data", "u8"), ("res", "i4"), ("flags", "u4")])
+_CQE = np.dtype([("user_data", "i8"), ("res", "i4"), ("flags", "u4")])
 _AIO = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}  # io_setup, io_destroy, io_submit, io_getevents
 _IOCB = np.dtype(
     {
@@ -54,7 +54,7 @@ _IOCB = np.dtype(
         "itemsize": 64,
     }
 )
-_EVENT = np.dtype([("data", "u8"), ("obj", "u8"), ("res", "i8"), ("res2", "i8")])
+_EVENT = np.dtype([("data", "i8"), ("obj", "u8"), ("res", "i8"), ("res2", "i8")])
 
 
 class _Queue:
@@ -116,15 +116,12 @@ class _Queue:
         """Keep up to `depth` requests in flight until all have completed -> their results [k]."""
         total, given, done = len(offsets_k), 0, 0
         results = np.empty(total, dtype=np.int64)
-        addresses_k = starts_k + buffer.ctypes.data
+        entries_k = self._entries(what, fd, offsets_k, lengths_k, starts_k + buffer.ctypes.data)
         deadline = time.monotonic() + self.timeout_s
         while done < total:
             count = min(self.depth - (given - done), total - given)
             if count:
-                part = slice(given, given + count)
-                self._put(
-                    what, fd, offsets_k[part], lengths_k[part], addresses_k[part], np.arange(given, given + count)
-                )
+                self._put(entries_k[given : given + count])
                 given += count
             self._submit(min(max(1, self.depth // 4), total - done))
             numbers, found = self._take()
@@ -145,10 +142,13 @@ class _Queue:
 
     def _shut(self) -> None: ...
 
-    def _put(
-        self, what: str, fd: int, offsets_m: Numbers, lengths_m: Numbers, addresses_m: Numbers, numbers_m: Numbers
-    ) -> None:
-        """Requests into the queue; `numbers_m` come back with their results."""
+    def _entries(self, what: str, fd: int, offsets_k: Numbers, lengths_k: Numbers, addresses_k: Numbers) -> Numbers:
+        """Requests in the kernel's own layout, [k, 8] words, made for a whole call at once: a request then costs a copy
+        of 64 bytes. Their numbers 0..k-1 come back with their results."""
+        return np.empty((0, 8), np.uint64)
+
+    def _put(self, entries_m: Numbers) -> None:
+        """Requests into the queue; the kernel may read them until they have been submitted."""
 
     def _submit(self, wanted: int) -> None:
         """Hand over what is in the queue, and wait for `wanted` completions or a second."""
@@ -183,29 +183,33 @@ class IoUring(_Queue):
         self._sq_head, self._sq_tail, self._sq_mask = words(10), words(11), int(words(12)[0])
         self._cq_head, self._cq_tail, self._cq_mask = words(20), words(21), int(words(22)[0])
         self._cqes = np.frombuffer(ring, _CQE, completions, int(params[25]))
-        self._sqes = np.frombuffer(sqes, _SQE, entries)
+        self._sqes = np.frombuffer(sqes, np.uint64, 8 * entries).reshape(entries, 8)
         words(16, entries)[:] = np.arange(entries)  # slot i of the ring is always entry i
+        self._second = np.array([1, 0], dtype=np.int64)
+        self._wait = np.array([0, 0, self._second.ctypes.data], dtype=np.uint64)  # no signal mask; a timeout
+        self._wait_arguments = (ctypes.c_void_p(self._wait.ctypes.data), ctypes.c_size_t(self._wait.nbytes))
         self._barrier = threading.Lock()
 
     def _shut(self) -> None:
         os.close(self._fd)
 
-    def _put(
-        self, what: str, fd: int, offsets_m: Numbers, lengths_m: Numbers, addresses_m: Numbers, numbers_m: Numbers
-    ) -> None:
-        tail, entries = int(self._sq_tail[0]), self._sqes
-        slot = (tail + np.arange(len(numbers_m))) & self._sq_mask
-        entries["opcode"][slot], entries["fd"][slot] = _READ if what == "read" else _WRITE, fd
-        entries["off"][slot], entries["len"][slot] = offsets_m, lengths_m
-        entries["addr"][slot], entries["user_data"][slot] = addresses_m, numbers_m
-        self._sq_tail[0] = (tail + len(numbers_m)) & 0xFFFFFFFF
+    def _entries(self, what: str, fd: int, offsets_k: Numbers, lengths_k: Numbers, addresses_k: Numbers) -> Numbers:
+        entries_k = np.zeros(len(offsets_k), dtype=_SQE)
+        entries_k["opcode"], entries_k["fd"] = _READ if what == "read" else _WRITE, fd
+        entries_k["off"], entries_k["len"] = offsets_k, lengths_k
+        entries_k["addr"], entries_k["user_data"] = addresses_k, np.arange(len(offsets_k))
+        return entries_k.view(np.uint64).reshape(-1, 8)
+
+    def _put(self, entries_m: Numbers) -> None:
+        tail, count = int(self._sq_tail[0]), len(entries_m)
+        slot = tail & self._sq_mask
+        whole = min(count, len(self._sqes) - slot)
+        self._sqes[slot : slot + whole], self._sqes[: count - whole] = entries_m[:whole], entries_m[whole:]
+        self._sq_tail[0] = (tail + count) & 0xFFFFFFFF
 
     def _submit(self, wanted: int) -> None:
         waiting = (int(self._sq_tail[0]) - int(self._sq_head[0])) & 0xFFFFFFFF
-        second = np.array([1, 0], dtype=np.int64)
-        argument = np.array([0, 0, second.ctypes.data], dtype=np.uint64)  # no signal mask; a timeout
-        pointer, size = ctypes.c_void_p(argument.ctypes.data), ctypes.c_size_t(argument.nbytes)
-        self._check(self._call(_ENTER, self._fd, waiting, wanted, _GETEVENTS | _EXT_ARG, pointer, size))
+        self._check(self._call(_ENTER, self._fd, waiting, wanted, _GETEVENTS | _EXT_ARG, *self._wait_arguments))
 
     def _take(self) -> tuple[Numbers, Numbers]:
         head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
@@ -213,7 +217,7 @@ class IoUring(_Queue):
             found = self._cqes[(head + np.arange((tail - head) & 0xFFFFFFFF)) & self._cq_mask]
         with self._barrier:
             self._cq_head[0] = tail
-        return found["user_data"].astype(np.int64), found["res"]
+        return found["user_data"], found["res"]
 
 
 class KernelAio(_Queue):
@@ -231,49 +235,46 @@ class KernelAio(_Queue):
         if self._call(self._setup, ctypes.c_ulong(self.depth), ctypes.c_void_p(context.ctypes.data)) < 0:
             raise OSError(ctypes.get_errno(), f"kernel aio: {os.strerror(ctypes.get_errno())}")
         self._context = ctypes.c_ulong(int(context[0]))
-        self._blocks = np.zeros(self.depth, dtype=_IOCB)
+        self._second = np.array([1, 0], dtype=np.int64)
         self._found = np.zeros(self.depth, dtype=_EVENT)
-        self._free = np.arange(self.depth)
-        self._queued = np.empty(0, dtype=np.uint64)  # addresses of blocks that the kernel has not taken yet
-        self._count = 0
+        self._queued = np.empty(0, dtype=np.uint64)  # addresses of requests that the kernel has not taken yet
+        self._flying = self._count = 0
 
     def _shut(self) -> None:
-        if len(self._free) == self.depth:  # it would wait for what is under way, perhaps for ever
+        if not self._flying:  # it would wait for what is under way, perhaps for ever
             self._call(self._destroy, self._context)
 
-    def _put(
-        self, what: str, fd: int, offsets_m: Numbers, lengths_m: Numbers, addresses_m: Numbers, numbers_m: Numbers
-    ) -> None:
-        slot, self._free = self._free[: len(numbers_m)], self._free[len(numbers_m) :]
-        blocks = self._blocks
-        blocks["opcode"][slot], blocks["fd"][slot] = int(what == "write"), fd
-        blocks["offset"][slot], blocks["nbytes"][slot] = offsets_m, lengths_m
-        blocks["buf"][slot], blocks["data"][slot] = addresses_m, numbers_m
-        addresses = (slot * _IOCB.itemsize + blocks.ctypes.data).astype(np.uint64)
-        self._queued = np.concatenate([self._queued, addresses])
+    def _entries(self, what: str, fd: int, offsets_k: Numbers, lengths_k: Numbers, addresses_k: Numbers) -> Numbers:
+        entries_k = np.zeros(len(offsets_k), dtype=_IOCB)
+        entries_k["opcode"], entries_k["fd"] = int(what == "write"), fd
+        entries_k["offset"], entries_k["nbytes"] = offsets_k, lengths_k
+        entries_k["buf"], entries_k["data"] = addresses_k, np.arange(len(offsets_k))
+        return entries_k.view(np.uint64).reshape(-1, 8)
+
+    def _put(self, entries_m: Numbers) -> None:
+        addresses_m = np.arange(len(entries_m)) * _IOCB.itemsize + entries_m.ctypes.data
+        self._queued = np.concatenate([self._queued, addresses_m.astype(np.uint64)])
 
     def _submit(self, wanted: int) -> None:
         if len(self._queued):
             count, pointer = ctypes.c_long(len(self._queued)), ctypes.c_void_p(self._queued.ctypes.data)
-            self._queued = self._queued[self._check(self._call(self._given, self._context, count, pointer)) :]
-        second = np.array([1, 0], dtype=np.int64)
-        wanted = min(wanted, self.depth - len(self._free) - len(self._queued))
+            taken = self._check(self._call(self._given, self._context, count, pointer))
+            self._queued, self._flying = self._queued[taken:], self._flying + taken
         self._count = self._check(
             self._call(
                 self._events,
                 self._context,
-                ctypes.c_long(wanted),
+                ctypes.c_long(min(wanted, self._flying)),
                 ctypes.c_long(self.depth),
                 ctypes.c_void_p(self._found.ctypes.data),
-                ctypes.c_void_p(second.ctypes.data),
+                ctypes.c_void_p(self._second.ctypes.data),
             )
         )
+        self._flying -= self._count
 
     def _take(self) -> tuple[Numbers, Numbers]:
         found = self._found[: self._count]
-        slots = (found["obj"].astype(np.int64) - self._blocks.ctypes.data) // _IOCB.itemsize
-        self._free = np.concatenate([self._free, slots])
-        return found["data"].astype(np.int64), found["res"]
+        return found["data"], found["res"]
 
 
 @lru_cache(maxsize=2)

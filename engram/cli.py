@@ -41,6 +41,9 @@ TARGETS = {
 }
 """Command -> "module:function". The function takes keyword arguments and returns plain data or None."""
 
+PARTS = {"bench": {"kernels": "engram.kernels.bench", "compiler": "engram.kernels.aot"}}
+"""Command -> argument -> module that is handed in: eval/ does not import the files of kernels/ itself."""
+
 VIEWS = {
     "rows": "engram.inspecting:print_rows",
     "verify": "engram.inspecting:print_verdicts",
@@ -221,12 +224,17 @@ def _bench(
         list[str] | None,
         typer.Option("--only", metavar="PATTERN", help="Claims whose id fits, such as 'disk-*'; several are allowed."),
     ] = None,
+    compile_only: Annotated[
+        bool, typer.Option("--compile-only", help="Time nothing: compile the kernels for several GPUs; none is needed.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="With --compile-only: every width, format and rule.")] = False,
     out: Out = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Speed claims as ratios of two things timed in one run. Disk claims read a file in the folder TMPDIR."""
-    _run("bench", as_json, debug, rounds=rounds, only=only or [], out=out)
+    chosen = only or []
+    _run("bench", as_json, debug, rounds=rounds, only=chosen, out=out, compile_only=compile_only, full=full)
 
 
 @app.command("overlap")
@@ -269,7 +277,8 @@ def _run(command: str, as_json: bool, debug: bool, failed: Callable[[Any], bool]
     plain = _print_full if arguments.get("dry_run") else _print_summary
     try:
         with _stdout_on_stderr() if as_json else contextlib.nullcontext():
-            result = _load(TARGETS[command])(**arguments)
+            parts = {name: importlib.import_module(module) for name, module in PARTS.get(command, {}).items()}
+            result = _load(TARGETS[command])(**arguments, **parts)
         if as_json:
             typer.echo(json.dumps({} if result is None else _finite(result), allow_nan=False))
         elif result is not None:

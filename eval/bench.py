@@ -44,20 +44,35 @@ WARM = "disk-warm-mapping"
 Side: TypeAlias = "tuple[RowTable, Callable[[], None]]"
 
 
-def run(rounds: int = 30, only: Sequence[str] = (), out: str | None = None) -> dict[str, Any]:
+def run(
+    rounds: int = 30,
+    only: Sequence[str] = (),
+    out: str | None = None,
+    compile_only: bool = False,
+    full: bool = False,
+    kernels: Any = None,
+    compiler: Any = None,
+) -> dict[str, Any]:
     """Claims with `rounds` timed rounds each -> {"hardware", "claims", "reported"}; the last is measured, not claimed.
 
     only  patterns like those of file names: claims whose id fits one of them; none of them means all.
-    out   folder for a result file, bench.json.
+    out   folder for a result file, bench.json (compile.json with `compile_only`).
+    compile_only, full  time nothing: what `compiler` (kernels/aot.py) reports of all kernels, or of every variant.
+    kernels  the claims of the kernels, kernels/bench.py.
     Raises ConfigError for a pattern that fits no claim, or without space for the file that the disk claims read.
     """
-    wanted = chosen(only)
+    if compile_only:
+        return _compiled(compiler.compile_report(full), out)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = chosen(only, [] if kernels is None else kernels.ids(device))
     if any(name.startswith("disk-") for name in wanted):
         bench_disk.require_space()
     torch.manual_seed(SEED)
     claims = [step_time(name, rounds, LARGE) for name in STEPPERS if step_id(name, LARGE) in wanted]
     claims += row_updates(rounds, LARGE // 5, wanted)
     claims += gathers(rounds, wanted)
+    if kernels is not None:
+        claims += [kernel_claim(name, measured) for name, measured in kernels.claims(rounds, device, wanted)]
     more, reported = disk_reads(rounds, wanted)
     found = {"hardware": machine(), "claims": claims + more, "reported": reported}
     if out:
@@ -68,11 +83,32 @@ def run(rounds: int = 30, only: Sequence[str] = (), out: str | None = None) -> d
     return found
 
 
-def chosen(only: Sequence[str]) -> list[str]:
-    """Patterns -> ids of the claims that fit one of them. Raises ConfigError for a pattern that fits none."""
+def _compiled(report: dict[str, Any], out: str | None) -> dict[str, Any]:
+    found = {"hardware": machine(), **report}
+    if out:
+        write_json(Path(out) / "compile.json", found)
+    return found
+
+
+def kernel_claim(name: str, measured: Any) -> dict[str, Any]:
+    """Times of kernels/bench.py -> a claim; where both sides say how much they move, seconds are those of a GB."""
+    if not measured.value_bytes:
+        return claim(name, measured.value, measured.against, measured.target)
+    value, against = (
+        [seconds / moved * 1e9 for seconds in times]
+        for times, moved in ((measured.value, measured.value_bytes), (measured.against, measured.against_bytes))
+    )
+    return {**claim(name, value, against, measured.target), "unit": "s/GB"}
+
+
+def chosen(only: Sequence[str], kernels: Sequence[str] = ()) -> list[str]:
+    """Patterns -> ids of the claims that fit one of them; `kernels` are the ids of kernel claims that can be measured.
+
+    Raises ConfigError for a pattern that fits none.
+    """
     known = [step_id(name, LARGE) for name in STEPPERS] + list(ROW_TARGETS)
     known += [gather_id(size, name) for size in bench_gather.ROW_BYTES for name in GATHER_TARGETS]
-    known += [disk_id(way) for way in bench_disk.WAYS] + [WARM]
+    known += [*kernels, *(disk_id(way) for way in bench_disk.WAYS), WARM]
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in known):
             raise ConfigError(f"only: {pattern!r} fits no claim; there are {', '.join(known)}")
@@ -247,13 +283,15 @@ def alternate(sides: dict[str, Callable[[], None]], rounds: int, warm_up: int = 
 def claim(name: str, value: list[float], against: list[float], target: float) -> dict[str, Any]:
     """Seconds of both sides -> the claim that value / against is at most `target`."""
     ratio = statistics.median(value) / statistics.median(against)
-    quartiles = statistics.quantiles([a / b for a, b in zip(value, against, strict=True)], n=4)
+    ratios = [a / b for a, b in zip(value, against, strict=True)]
+    quartiles, fifths = (statistics.quantiles(ratios, n=n) for n in (4, 5))
     return {
         "id": name,
         "value": statistics.median(value),
         "against": statistics.median(against),
         "ratio": ratio,
         "quartiles": [quartiles[0], quartiles[2]],
+        "quantiles_20_80": [fifths[0], fifths[3]],
         "rounds": len(value),
         "target": target,
         "ok": ratio <= target,
@@ -261,7 +299,10 @@ def claim(name: str, value: list[float], against: list[float], target: float) ->
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the claims as a table."""
+    """Print the claims as a table, or the compile report."""
+    if "compiled" in found:
+        show_compiled(found)
+        return
     table = Table(Column("claim", overflow="fold"), "median, ms", "against, ms", "ratio", "quartiles", "target", "")
     for one in found["claims"]:
         low, high = one["quartiles"]
@@ -272,3 +313,26 @@ def show(found: dict[str, Any]) -> None:
     console.print(table)
     for one in found["reported"]:
         console.print(f"{one['id']}: {one['rows_per_second']:,.0f} rows a second (reported, no claim)")
+
+
+def show_compiled(found: dict[str, Any]) -> None:
+    """Print a compile report: a row per kernel, registers and shared memory on each target, and what failed."""
+    targets = found["targets"]
+    table = Table(Column("kernel", overflow="fold"), *(f"{target}" for target in targets), title_justify="left")
+    table.title = "registers / shared bytes / 16-byte loads+stores of all / instructions"
+    by_kernel: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in found["rows"]:
+        by_kernel.setdefault(row["kernel"], {})[row["target"]] = row
+    for name, rows in by_kernel.items():
+        table.add_row(name, *(_compiled_cell(rows[target]) for target in targets))
+    console = Console()
+    console.print(table)
+    version, failed = found["versions"]["triton"], len(found["failed"])
+    console.print(f"{found['compiled']} compiled with Triton {version}, {failed} failed")
+    for problem in found["failed"]:
+        console.print(f"failed: {problem}")
+
+
+def _compiled_cell(row: dict[str, Any]) -> str:
+    wide, every = row["wide_loads"] + row["wide_stores"], row["loads"] + row["stores"]
+    return f"{row['registers']} / {row['shared']} / {wide} of {every} / {row['instructions']}"

@@ -60,9 +60,9 @@ class Measured:
     against_bytes: int = 0
 
 
-def ids(device: torch.device) -> list[str]:
+def ids(device: torch.device, sizes: Sizes | None = None) -> list[str]:
     """The claims that can be measured on this device."""
-    return [name for name, _ in _claims(device, Sizes())]
+    return [name for name, _ in _claims(device, sizes or Sizes())]
 
 
 def claims(

@@ -29,7 +29,7 @@ COMMANDS = {
     "rows": {"--family", "--layer", "--ids", "--text", "--tokenizer", "--blocked", *COMMON},
     "verify": COMMON,
     "info": COMMON,
-    "bench": {"--rounds", "--only", "--out", *COMMON},
+    "bench": {"--rounds", "--only", "--out", "--compile-only", "--full", *COMMON},
     "overlap": {"config", "--set", "--out", *COMMON},
     "plan": {"config", "--set", *COMMON},
     "quantize": {"run", "--format", "--out", *COMMON},

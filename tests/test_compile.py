@@ -18,7 +18,8 @@ def _check(found: dict[str, Any]) -> None:
     assert not found["failed"], "\n".join(found["failed"])
     assert found["targets"] == list(aot.TARGETS) and found["compiled"] == len(found["rows"])
     kernels = {row["kernel"].split()[0] for row in found["rows"]}
-    assert {"rows", "gather", "hash+gather", "put", "sum", "rowwise_adam", "partial", "atomic", "gate", "conv"} <= kernels
+    assert kernels >= {"rows", "gather", "hash+gather", "put", "sum", "rowwise_adam", "partial", "atomic"}
+    assert kernels >= {"gate", "conv"}
     for row in found["rows"]:
         assert row["spills"] == 0 and 0 < row["registers"] <= 255 and row["instructions"] > 20
     wide = [row for row in found["rows"] if row["kernel"] == "gather bf16 64 -> bf16"]

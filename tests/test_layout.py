@@ -296,7 +296,8 @@ def test_public_definitions_say_what_they_do() -> None:
 
 def test_string_tables_name_what_exists() -> None:
     missing = []
-    for target in (*cli.TARGETS.values(), *cli.VIEWS.values(), *engram._NAMES.values()):
+    parts = [module for given in cli.PARTS.values() for module in given.values()]
+    for target in (*cli.TARGETS.values(), *cli.VIEWS.values(), *parts, *engram._NAMES.values()):
         module, _, name = target.partition(":")
         body = ast.parse((ROOT / MODULES[module]).read_text(encoding="utf-8")).body if module in MODULES else []
         defined = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]

@@ -352,7 +352,7 @@ def inside_backward() -> bool:
 def _fetch_stats(table: Table) -> dict[str, Any]:
     if table.fetcher is None:
         return {"store": table.store.kind}
-    counters = table.fetcher.counters
+    counters = table.fetcher.settle()
     return {"store": table.store.kind, "fetch": {**asdict(counters), "hidden": counters.hidden}}
 
 

@@ -3,10 +3,10 @@
     ticket = fetcher.launch(ids_n)        # a worker gathers while earlier layers compute
     values_nW = ticket.wait()             # in the layer: the rows, as if they had been read now
 
-One worker serves one store, first come first served, so a gather sees every update that was submitted before it, also
-those of another model that uses the same rows. A ticket launched before an update (the next batch, fetched while this
-one is trained) is **exact** all the same: rows that the update changed are patched in `wait`, from the values that were
-written. "stale" leaves them as they were read.
+One worker (a thread; a side stream for rows that a GPU reads in place) serves one store, first come first served, so a
+gather sees every update that was submitted before it, also those of another model that uses the same rows. A ticket
+launched before an update (the next batch, fetched while this one is trained) is **exact** all the same: rows that the
+update changed are patched in `wait`, from the values that were written. "stale" leaves them as they were read.
 
 Shapes: n looked-up rows (with duplicates), U distinct rows, W row width.
 """
@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from engram.stores import Store
 from engram.stores.buffers import BufferPool
+from engram.streams import StreamWorker
 
 TIMEOUT = 600.0
 """Seconds after which a wait for rows gives up: a lost worker is an error, not a hang."""
@@ -77,7 +78,7 @@ class Ticket:
 
     fetcher: Fetcher
     ids_n: Tensor
-    future: Future[Tensor]
+    future: Any
     included: int
     loads: int
     ahead: bool = False
@@ -98,19 +99,24 @@ class Ticket:
 
 
 class Fetcher:
-    """Gathers and updates of one store, in order, on one worker thread.
+    """Gathers and updates of one store, in order: on one worker thread, or on a side stream of the GPU that reads it.
 
-    exact  patch rows that were updated after a fetch was launched; False is the stale mode.
+    worker  who runs them; None is a StreamWorker where the store's device is a GPU, else a thread.
+    exact   patch rows that were updated after a fetch was launched; False is the stale mode.
     """
 
-    def __init__(self, store: Store, name: str, exact: bool = True) -> None:
+    def __init__(self, store: Store, name: str, exact: bool = True, worker: StreamWorker | None = None) -> None:
         self.store, self.name, self.exact = store, name, exact
         self.counters = Counters()
         self._pool = BufferPool()
-        # one thread inside the gather too: on few cores it would take them from the layers that compute meanwhile
-        self._worker = ThreadPoolExecutor(
-            1, thread_name_prefix=f"engram-{name}", initializer=torch.set_num_threads, initargs=(gather_threads(),)
-        )
+        self._worker: ThreadPoolExecutor | StreamWorker
+        if worker is not None or store.device.type == "cuda":
+            self._worker = worker or StreamWorker(store.device)
+        else:  # one thread inside the gather too: on few cores it would take them from the layers that compute
+            self._worker = ThreadPoolExecutor(
+                1, thread_name_prefix=f"engram-{name}", initializer=torch.set_num_threads, initargs=(gather_threads(),)
+            )
+        self._patched: Tensor | None = None
         self._lock = threading.Lock()
         self._number = self._loads = 0
         self._failure: RuntimeError | None = None
@@ -118,7 +124,18 @@ class Fetcher:
         # weak: a model that is let go with fetches under way must not make the other one keep its updates for ever
         self._open: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
         self._recent: deque[_Update] = deque()
-        self._writes: deque[Future[None]] = deque()
+        self._writes: deque[Any] = deque()
+
+    def settle(self) -> Counters:
+        """The counters, with the times and patched rows that a GPU has finished counting by now."""
+        if isinstance(self._worker, StreamWorker):
+            times = self._worker.times()
+            self.counters.fetch_seconds += times.get(self._gather.__name__, 0.0)
+            self.counters.exposed_seconds += times.get("wait", 0.0)
+        if self._patched is not None:
+            self.counters.patched_rows += int(self._patched)
+            self._patched = None
+        return self.counters
 
     def launch(self, ids_n: Tensor, ahead: bool = False) -> Ticket:
         """Start fetching rows [n]; returns at once."""
@@ -198,11 +215,13 @@ class Fetcher:
                 self._prune()
         if known and first and loads == ticket.loads:
             for update in later if self.exact else ():
-                self.counters.patched_rows += patch(values_nW, ticket.ids_n, update.ids_U, update.values_UW)
+                patched = patch(values_nW, ticket.ids_n, update.ids_U, update.values_UW)
+                self._patched = patched if self._patched is None else self._patched + patched
         else:  # the writes in between are not all known any more: read again
             values_nW = self._result(self._submit(self._gather, ticket.ids_n), "fetching", ticket.ids_n)
         ticket.included, ticket.loads = now, loads
-        self.counters.exposed_seconds += time.perf_counter() - began
+        if not isinstance(self._worker, StreamWorker):  # whose waiting is the GPU's, not the host's
+            self.counters.exposed_seconds += time.perf_counter() - began
         self.counters.ahead += ticket.ahead and first
         return values_nW
 
@@ -224,7 +243,8 @@ class Fetcher:
         self.counters.fetches += 1
         self.counters.rows += len(ids_n)
         self.counters.bytes += values_nW.numel() * values_nW.element_size()
-        self.counters.fetch_seconds += time.perf_counter() - began
+        if not isinstance(self._worker, StreamWorker):
+            self.counters.fetch_seconds += time.perf_counter() - began
         return values_nW
 
     def _check_writes(self, wait: bool = False) -> None:
@@ -238,7 +258,7 @@ class Fetcher:
                 self._failure = error
                 raise
 
-    def _submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+    def _submit(self, call: Callable[..., Any], *args: Any) -> Any:
         if os.getpid() != self._pid:
             raise RuntimeError(f"{self._where()}: made by process {self._pid}; build the memory in this one")
         try:
@@ -246,13 +266,13 @@ class Fetcher:
         except RuntimeError as error:
             raise RuntimeError(f"{self._where()}: its worker has ended ({error})") from error
 
-    def _result(self, future: Future[Any], doing: str, ids_n: Tensor | None) -> Any:
-        rows = "" if ids_n is None or not len(ids_n) else f" rows {int(ids_n.min())}..{int(ids_n.max())}"
+    def _result(self, future: Any, doing: str, ids_n: Tensor | None) -> Any:
         try:
             return future.result(TIMEOUT)
-        except FutureTimeout as error:
-            raise RuntimeError(f"{self._where()}: {doing}{rows} did not end within {TIMEOUT:.0f} s") from error
         except BaseException as error:
+            rows = "" if ids_n is None or not len(ids_n) else f" rows {int(ids_n.min())}..{int(ids_n.max())}"
+            if isinstance(error, FutureTimeout):
+                raise RuntimeError(f"{self._where()}: {doing}{rows} did not end within {TIMEOUT:.0f} s") from error
             raise RuntimeError(f"{self._where()}: {doing}{rows} failed: {error!r}") from error
 
     def _where(self) -> str:
@@ -270,12 +290,19 @@ def gather_threads() -> int:
     return max(1, (os.cpu_count() or 1) // 4)
 
 
-def patch(values_nW: Tensor, ids_n: Tensor, ids_U: Tensor, new_UW: Tensor) -> int:
-    """Overwrite the rows of `ids_n` that occur in the ascending `ids_U` with their new values, in place -> how many."""
+def patch(values_nW: Tensor, ids_n: Tensor, ids_U: Tensor, new_UW: Tensor) -> Tensor:
+    """Overwrite the rows of `ids_n` that occur in the ascending `ids_U` with their new values, in place -> how many.
+
+    On a GPU nothing here waits for it: every row is written, and how many were found is a tensor there.
+    """
     if not len(ids_U) or not len(ids_n):
-        return 0
+        return torch.zeros((), dtype=torch.int64, device=ids_n.device)
     at_n = torch.searchsorted(ids_U, ids_n).clamp_max(len(ids_U) - 1)
-    found_m = (ids_U[at_n] == ids_n).nonzero().flatten()
+    found_n = ids_U[at_n] == ids_n
+    if values_nW.is_cuda:
+        values_nW.copy_(torch.where(found_n.unsqueeze(-1), new_UW[at_n].to(values_nW.dtype), values_nW))
+        return found_n.sum()
+    found_m = found_n.nonzero().flatten()
     if len(found_m):
         values_nW.index_copy_(0, found_m, new_UW[at_n[found_m]].to(values_nW.dtype))
-    return len(found_m)
+    return torch.tensor(len(found_m))

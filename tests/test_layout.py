@@ -32,6 +32,7 @@ ENGRAM_ORDER = (
     "window",
     "hashing",
     "stores",
+    "streams",
     "prefetch",
     "table",
     "layer",

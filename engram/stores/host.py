@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import mmap
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from engram.kernels.dispatch import PLAIN, gather_rows, on_kernels, put_rows
 from engram.stores.base import TableSpec, fill
 from engram.stores.device import DeviceStore
 from engram.strict import ConfigError
@@ -68,17 +70,35 @@ class HostStore(DeviceStore):
 
 
 class PinnedStore(HostStore):
-    """Host rows that are page-locked, so that a GPU can read them in place or copy them at full speed.
+    """Host rows that are page-locked, so that a GPU reads and writes them in place (unified virtual addressing).
+
+    reader  the GPU whose kernels do so; None where no kernels are used, and rows go through the CPU.
 
     Where locking is refused (no CUDA device, a limit, a container) the rows stay pageable: `kind` is then "host", and
     one loud line says how many bytes were asked, how many were got, and what to change.
     """
 
     kind = "pinned"
+    reader: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where values come out and go in: on the GPU that reads the rows in place, else on the CPU."""
+        return self.rows.device if self.reader is None else self.reader
 
     def _allocate(self, device: torch.device) -> None:
         super()._allocate(device)
-        if device.type == "meta":
+        self._pin()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's rows lie in memory of their own, which is not locked yet."""
+        super().__setstate__(state)
+        self._pin()
+
+    def _pin(self) -> None:
+        """Lock the rows, or say loudly why not; then read some back."""
+        self.kind, self.reader = "pinned", None
+        if self.rows.is_meta:
             return
         asked, got, why = self.rows.numel() * self.rows.element_size(), 0, "there is no CUDA device"
         if torch.cuda.is_available():
@@ -90,14 +110,40 @@ class PinnedStore(HostStore):
                 "container's memory-lock limit, or set placement: host",
                 f"{asked:,}", f"{got:,}", why,
             )  # fmt: skip
+            return
+        # before the memory is given back; not at exit, when the driver may be gone
+        weakref.finalize(self, unregister, self.rows.data_ptr(), asked).atexit = False
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        self.reader = gpu if on_kernels(torch.empty(0, device=gpu)) else None
+        self.self_test()
+
+    def gather(self, ids_n: Tensor, out: Tensor | None = None) -> Tensor:
+        """Row numbers [n] -> values [n, W], fp32: by few programs of a kernel on the GPU, or as a host store."""
+        if self.reader is None:
+            return super().gather(ids_n, out)
+        values_nW = gather_rows(self.rows, ids_n, PLAIN, self.spec.width, background=True)
+        return values_nW if out is None else out.copy_(values_nW)
+
+    def update(self, ids_U: Tensor, values_UW: Tensor) -> None:
+        """Write the values of distinct rows, over the link where a GPU has them."""
+        if self.reader is None:
+            super().update(ids_U, values_UW)
         else:
-            self.self_test()
+            put_rows(self.rows, ids_U, values_UW)
+
+    def flush(self) -> None:
+        """The GPU has written what it was told to."""
+        if self.reader is not None:
+            torch.cuda.synchronize(self.reader)
 
     def self_test(self) -> None:
-        """Read up to 64 rows back through the device and compare. Raises RuntimeError naming a row that differs."""
+        """Read up to 64 rows back as a forward will, and compare. Raises RuntimeError naming a row that differs.
+
+        In confidential-computing modes a GPU reads garbage from host memory without any error.
+        """
         ids = torch.linspace(0, self.spec.rows - 1, min(SELF_TEST_ROWS, self.spec.rows)).long()
-        there = self.rows[ids]
-        back = there.pin_memory().to("cuda", non_blocking=True).cpu()
+        there = self.rows[ids].float()
+        back = self.gather(ids.to(self.device)).cpu()
         wrong = (back != there).any(dim=1).nonzero().flatten()
         if len(wrong):
             raise RuntimeError(f"pinned store: row {int(ids[wrong[0]])} came back different; use placement 'host'")
@@ -143,8 +189,13 @@ def register(rows: Tensor) -> tuple[int, str]:
         chunk = min(REGISTER_CHUNK, size - done)
         code = int(runtime.cudaHostRegister(rows.data_ptr() + done, chunk, 0))
         if code != 0:
-            for start in range(0, done, REGISTER_CHUNK):
-                runtime.cudaHostUnregister(rows.data_ptr() + start)
+            unregister(rows.data_ptr(), done)
             return done, f"cudaHostRegister says {code}"
         done += chunk
     return done, ""
+
+
+def unregister(address: int, size: int) -> None:
+    """Unlock memory that was locked by `register`."""
+    for start in range(0, size, REGISTER_CHUNK):
+        torch.cuda.cudart().cudaHostUnregister(address + start)

@@ -1,0 +1,113 @@
+"""Calls on a side stream of a GPU, in order, beside the layers: the worker of rows that a GPU reads in place.
+
+    future = StreamWorker(device).submit(store.gather, ids_n)     # returns at once: kernels are queued
+    values_nW = future.result()                                   # the current stream waits; the host does not
+
+The same interface as one thread of a ThreadPoolExecutor, so that engram/prefetch.py orders reads and writes in one way
+for both. All workers of one GPU share a stream: two look-ups at once starve each other. Everything here may be captured
+in a CUDA graph: the side stream is joined to the capture when a call is submitted, and joins it again in `result`.
+
+Shapes: n looked-up rows, W row width.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KEPT_TIMES = 4096
+"""Timed calls whose times are kept until somebody asks for them."""
+
+
+@lru_cache(maxsize=16)
+def side_stream(device: torch.device) -> Any:
+    """The stream on which rows of tables are fetched and written on this GPU."""
+    return torch.cuda.Stream(device)
+
+
+class StreamFuture:
+    """The result of a call on a side stream."""
+
+    def __init__(self, worker: StreamWorker, name: str) -> None:
+        self.worker, self.name = worker, name
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.ended: Any = None
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What the call returned; work that is queued on the current stream from here on sees it. Raises its error."""
+        if self.error is not None:
+            raise self.error
+        self.worker.join(self)
+        return self.value
+
+    def done(self) -> bool:
+        """Whether the GPU has finished the call."""
+        return self.error is not None or self.ended is None or bool(self.ended.query())
+
+
+class StreamWorker:
+    """Runs calls on the side stream of `device` in the order in which they are submitted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.open = True
+        self._times: deque[tuple[str, Any, Any]] = deque(maxlen=KEPT_TIMES)
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> StreamFuture:
+        """Queue a call. Raises RuntimeError after `shutdown`; an error of the call itself is raised by `result`."""
+        if not self.open:
+            raise RuntimeError("the stream worker was shut down")
+        future = StreamFuture(self, call.__name__)
+        try:
+            self.run(future, call, args)
+        except Exception as error:
+            future.error = error
+        return future
+
+    def run(self, future: StreamFuture, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Start the call on the side stream, after everything that the current stream has queued."""
+        side = side_stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            began = self._mark(side)
+            future.value = call(*args)
+            future.ended = self._mark(side)
+        for tensor in (one for one in args if isinstance(one, Tensor) and one.is_cuda):
+            tensor.record_stream(side)  # its memory is not given to others while the side stream reads it
+        self._keep(future.name, began, future.ended)
+
+    def join(self, future: StreamFuture) -> None:
+        """Make the current stream wait for a call, and count how long it does."""
+        current = torch.cuda.current_stream(self.device)
+        began = self._mark(current)
+        current.wait_event(future.ended)
+        self._keep("wait", began, self._mark(current))
+        if isinstance(future.value, Tensor) and future.value.is_cuda:
+            future.value.record_stream(current)
+
+    def _mark(self, stream: Any) -> Any:
+        event = torch.cuda.Event(enable_timing=not torch.cuda.is_current_stream_capturing())
+        event.record(stream)
+        return event
+
+    def _keep(self, name: str, began: Any, ended: Any) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            self._times.append((name, began, ended))
+
+    def times(self) -> dict[str, float]:
+        """Name of a call -> seconds of those that have ended since the last time; "wait": of streams that waited."""
+        found: dict[str, float] = {}
+        while self._times and self._times[0][2].query():
+            name, began, ended = self._times.popleft()
+            found[name] = found.get(name, 0.0) + float(began.elapsed_time(ended)) / 1e3
+        return found
+
+    def shutdown(self) -> None:
+        """Take no more calls; what is queued still runs."""
+        self.open = False

@@ -3,6 +3,7 @@
 #   make quickstart                       train a model with memory and one without, and write runs/quickstart/report.html
 #   make test                             ruff, mypy and the fast tests
 #   make test-all                         the same with the slow tests
+#   make gpu                              everything that needs a GPU, in under four minutes; ARGS=--rehearsal without one
 #   make lint | setup | clean
 #
 #   TORCH=torch==2.13.0     any pip requirement; remembered in .venv, so later calls need not repeat it
@@ -22,7 +23,7 @@ endif
 # Status 5 is pytest's "nothing was selected", which ARGS="-k ..." for the other tests brings about here.
 KERNEL_TESTS = echo "== pytest, kernels in the interpreter"; kernels() { TRITON_INTERPRET=1 $(BIN)/pytest tests/triton "$$@" || [ $$? -eq 5 ]; }; kernels
 
-.PHONY: quickstart test test-all lint setup clean
+.PHONY: quickstart test test-all gpu lint setup clean
 
 quickstart: $(STAMP)
 	@echo "== engram quickstart"
@@ -37,6 +38,10 @@ test-all: lint
 	@echo "== pytest, all tests"
 	@$(BIN)/pytest --ignore=tests/triton $(ARGS)
 	@$(KERNEL_TESTS) $(ARGS)
+
+# No set-up: on a machine with a GPU the packages that are there are used.
+gpu:
+	@tests/gpu/run.sh $(ARGS)
 
 lint: $(STAMP)
 	@echo "== ruff"

@@ -70,6 +70,7 @@ class OverlapConfig:
     memory      EngramConfig fields; layers, placement and hidden size are filled in.
     pool        different batches that take turns, so that rows are not in the processor's cache.
     threads     compute threads; null is all cores but one.
+    device      "auto" is a GPU where there is one. dtype is the backbone's.
     """
 
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
@@ -87,6 +88,8 @@ class OverlapConfig:
     warm_up: int = 2
     pool: int = 6
     threads: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -103,6 +106,13 @@ class OverlapConfig:
         for name in ("batch", "seq_len", "pool"):
             require(getattr(self, name) >= 1, f"{name}: {getattr(self, name)} must be at least 1")
         require(self.rounds >= 3, f"rounds: {self.rounds} must be at least 3")
+        gpu = torch.cuda.is_available()
+        require(self.device != "cuda" or gpu, "device: 'cuda' is asked for, but there is no CUDA device")
+
+    @property
+    def place(self) -> torch.device:
+        """Where the model computes."""
+        return torch.device("cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu")
 
     def engram(self, layers: tuple[int, ...], store: str) -> EngramConfig:
         """The memory of one cell. Emulated stores are host stores that take their time; the file is put in later."""
@@ -171,7 +181,7 @@ class Site:
 
     def __init__(self, cfg: OverlapConfig, layers: tuple[int, ...], store: str, folder: Path) -> None:
         self.cfg, self.layers, self.store = cfg, layers, store
-        self.model = build(cfg.backbone, cfg.vocab_size, cfg.seed)
+        self.model = build(cfg.backbone, cfg.vocab_size, cfg.seed).to(cfg.place, getattr(torch, cfg.dtype))
         self.handle: Handle = attach(self.model, cfg.engram(layers, store))
         for layer in layers:
             table = self.handle.memory.layer(layer).table
@@ -208,7 +218,8 @@ class Cell:
         self.optimizer = engram.optim.build(self.model, lr=1e-4) if phase == "train" else None
         generator = torch.Generator().manual_seed(cfg.seed)
         shape = (cfg.batch, 1 if phase == "decode" else cfg.seq_len)
-        self.batches = [torch.randint(0, cfg.vocab_size, shape, generator=generator) for _ in range(cfg.pool)]
+        drawn = [torch.randint(0, cfg.vocab_size, shape, generator=generator) for _ in range(cfg.pool)]
+        self.batches = [batch.to(cfg.place) for batch in drawn]
         self.turn = 0
 
     def measure(self) -> dict[str, Any]:

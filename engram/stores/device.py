@@ -79,7 +79,7 @@ class DeviceStore(nn.Module):
 
         A row outside the table raises IndexError on a CPU; a kernel gives NaN for it.
         """
-        if on_kernels(self.rows, ids_n):
+        if self.kind == "device" and on_kernels(self.rows, ids_n):
             values_nW = gather_rows(self.rows, ids_n, PLAIN, self.spec.width)
             return values_nW if out is None else out.copy_(values_nW)
         if self.dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""The numba passes against plain torch: the same sums, the same rules, on awkward shapes; the choice between them."""
+"""The numba passes against plain torch: the same row numbers, sums and rules; the choice between versions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engram.kernels import cpu, dispatch, reference
+from engram import families
+from engram.hashing import NgramHash
+from engram.kernels import cpu, dispatch, launch, reference, reference_rows
 
 
 @pytest.fixture
@@ -42,6 +44,50 @@ def test_row_wise_rules_agree(width: int) -> None:
         assert torch.equal(ours[0][3], values[3])
 
 
+@pytest.mark.parametrize("family", families.NAMES)
+def test_row_numbers_of_every_family_with_every_border(family: str) -> None:
+    cfg = families.get(family)
+    constants = reference_rows.stack([NgramHash(cfg, layer).constants for layer in cfg.layers])
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 40)
+    for case in range(4):
+        ids = torch.randint(-2, (cfg.vocab_size or 9) + 3, shape, generator=generator)
+        for eos in cfg.eos:
+            ids[torch.rand(shape, generator=generator) < 0.1] = eos
+        pad, dead = (torch.rand(shape, generator=generator) < 0.2 for _ in range(2))
+        ids[:, -2], pad[:, -2] = -1, False
+        segment = torch.randint(0, 2, shape, generator=generator).cumsum(1) // 3
+        borders = (pad if case & 1 else None, dead if case & 2 else None, segment if case != 1 else None)
+        for skip in (0, 5):
+            counts = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
+            ours = cpu.hash_rows(ids, constants, *borders, skip, counts[0])
+            judge = reference_rows.hash_rows(ids, constants, *borders, skip, counts[1])
+            assert torch.equal(ours, judge) and counts[0] == counts[1] >= 3
+    empty = torch.empty(2, 0, dtype=torch.int64)
+    assert cpu.hash_rows(empty, constants).shape == (len(cfg.layers), 2, 0, cfg.columns)
+
+
+def test_golden_rows_through_the_dispatcher(choice: pytest.MonkeyPatch) -> None:
+    golden = families.golden()["toy"]
+    for version in ("numba", "reference"):
+        choice.setenv("ENGRAM_KERNELS", version)
+        dispatch.backend.cache_clear()
+        rows = NgramHash(families.get("toy"), 1).rows(torch.tensor([golden["ids"]]))
+        assert rows[0].tolist() == golden["by_layer"]["1"]["rows"]
+
+
+def test_rows_of_a_table_and_what_lies_outside_it() -> None:
+    table = torch.arange(12, dtype=torch.float32).view(4, 3)
+    for ids in (torch.tensor([3, -1, 4, 0]), torch.tensor([], dtype=torch.int64)):
+        found = dispatch.gather_rows(table, ids, dispatch.PLAIN, 3)
+        assert found.shape == (len(ids), 3)
+        if len(ids):
+            assert found[0].tolist() == [9, 10, 11] and found[1].tolist() == [0, 0, 0]
+            assert bool(found[2].isnan().all()) and found[3].tolist() == [0, 1, 2]
+    dispatch.put_rows(table, torch.tensor([1]), torch.ones(1, 3))
+    assert table[1].tolist() == [1, 1, 1] and table[0].tolist() == [0, 1, 2]
+
+
 def test_what_numba_does_not_serve_goes_to_plain_torch(choice: pytest.MonkeyPatch) -> None:
     ids, grads = torch.tensor([4, 1, 4]), torch.randn(3, 2, dtype=torch.float64)
     unique, sums, first = dispatch.sum_duplicates(ids, grads)
@@ -58,7 +104,10 @@ def test_the_choice_is_one_switch_said_once(choice: pytest.MonkeyPatch, caplog: 
         assert dispatch.backend() == dispatch.backend() == "reference"
     assert len(caplog.records) == 1 and "ENGRAM_KERNELS=reference" in caplog.text
     choice.setattr(cpu, "available", lambda: False)
-    for value, expected in (("auto", "reference"), ("numba", "not installed"), ("cuda", "choose one of auto")):
+    cases = [("auto", "reference"), ("numba", "not installed"), ("cuda", "choose one of auto")]
+    if not torch.cuda.is_available():
+        cases.append(("triton", "no GPU is here; TRITON_INTERPRET=1" if launch.INSTALLED else "not installed"))
+    for value, expected in cases:
         dispatch.backend.cache_clear()
         choice.setenv("ENGRAM_KERNELS", value)
         if value == "auto":

@@ -151,4 +151,6 @@ def test_bad_configurations_are_named(changes: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "overlap").glob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_configurations_are_valid(path: Path) -> None:
     cfg = from_dict(OverlapConfig, load_yaml(path))
-    assert len(cfg.placements) >= cfg.backbone.blocks
+    assert (0,) in cfg.placements and len(set(cfg.placements)) == len(cfg.placements)
+    if path.stem == "cpu":
+        assert {(block,) for block in range(cfg.backbone.blocks)} <= set(cfg.placements)

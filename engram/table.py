@@ -33,7 +33,7 @@ from engram.stores import DeferredDiskStore, DeviceStore, HostStore, PinnedStore
 from engram.stores.formats import round_stochastic
 
 log = logging.getLogger("engram")
-TRAINED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TRAINED = ("fp32", "bf16")
 """Row formats that can be trained; the others are read."""
 
 
@@ -175,13 +175,12 @@ def open_store(cfg: EngramConfig, layer: int, spec: TableSpec, identity: str) ->
         if cfg.path is None:
             raise ConfigError("path: placement 'disk' needs the folder of its row files")
         return DeferredDiskStore(Path(cfg.path) / f"layer-{layer}.safetensors", spec, identity, format=cfg.row_dtype)
-    if cfg.row_dtype not in TRAINED:
-        raise ConfigError(
-            f"row_dtype: {cfg.row_dtype!r} is not available for placement {cfg.placement!r} in this version; "
-            f"use one of {', '.join(TRAINED)}, or placement 'disk'"
-        )
     made = {"device": DeviceStore, "host": HostStore, "pinned": PinnedStore}[cfg.placement]
-    return made(spec, TRAINED[cfg.row_dtype])
+    return made(spec, cfg.row_dtype)
+
+
+def _fits(store: Any, saved: Tensor) -> bool:
+    return bool(store.fits(saved))
 
 
 class Table(nn.Module):
@@ -360,9 +359,9 @@ class Table(nn.Module):
         Rows in a file are not in the dictionary: it has their scale, which is taken until the table has been written.
         """
         saved, rows = state_dict.get(prefix + "scale"), state_dict.get(prefix + "store.rows")
-        spec, scale = self.store.spec, 1.0 if saved is None else float(saved)
+        scale = 1.0 if saved is None else float(saved)
         if isinstance(self.store, nn.Module):
-            if rows is not None and list(rows.shape) == [spec.rows, spec.width]:
+            if rows is not None and _fits(self.store, rows):
                 self.common.scale = scale
         elif saved is not None and self.fetcher is not None and not self.fetcher.counters.updates:
             self.common.scale = scale

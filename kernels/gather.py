@@ -236,7 +236,7 @@ def put_kernel(
         while begin < width:
             w = begin + tl.arange(0, BLOCK_W)
             fits = live[:, None] & (w < W)[None, :]
-            value = tl.load(values + n.to(tl.int64)[:, None] * W + w[None, :], mask=fits, other=0.0).to(tl.float32)
+            value = tl.load(values + n.to(tl.int64)[:, None] * W + w[None, :], mask=fits, other=0)
             tl.store(table + row[:, None] * W + w[None, :], value.to(table.dtype.element_ty), mask=fits)
             begin += BLOCK_W
         tile += tl.num_programs(0)
@@ -396,9 +396,13 @@ def hash_gather(
 
 
 def put_rows(table: Tensor, ids_U: Tensor, values_UW: Tensor) -> None:
-    """Write values [U, W] over the distinct rows `ids_U` of a floating table on the GPU or in pinned host memory."""
+    """Write values [U, W] (or rows as bytes) over the distinct rows `ids_U` of a table on the GPU or in pinned memory.
+
+    Raises ValueError for values that are not as wide as the table.
+    """
     width = values_UW.shape[1]
-    _row_elements(table, PLAIN, width)
+    if table.ndim != 2 or table.shape[1] != width or not table.is_contiguous():
+        raise ValueError(f"values: {list(values_UW.shape)} do not fit the table {list(table.shape)}, or it has gaps")
     count = len(ids_U)
     check_count("rows", count)
     if not count:

@@ -260,6 +260,6 @@ def test_bad_input_is_named() -> None:
         layer(torch.randn(2, 9, 13), rows)
     with pytest.raises(IndexError):
         layer(torch.randn(2, 9, 12), rows + layer.table.store.spec.rows)
-    for field, value in (("path", {"placement": "disk"}), ("row_dtype", {"row_dtype": "int8"})):
+    for field, value in (("path", {"placement": "disk"}), ("row_dtype", {"row_dtype": "int7"})):
         with pytest.raises(ConfigError, match=field):
             Engram(CFG.replace(**value), 1, vocab_size=100)

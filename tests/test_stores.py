@@ -403,8 +403,6 @@ def test_quantised_rows_on_disk_are_read_and_stay_frozen(tmp_path: Path) -> None
     assert torch.equal(table.read(ids), codec.decode(codec.encode(exact.read(ids)))) and not table.trainable
     with pytest.raises(ConfigError, match="cannot be trained"):
         table.trainable = True
-    with pytest.raises(ConfigError, match="not available for placement 'host'"):
-        Memory(CFG.replace(placement="host", row_dtype="int8"), 100)
 
 
 # ---- faults: an error that names store, rows and cause; no zeros, no hang ----

@@ -17,7 +17,6 @@ from torch import Tensor
 from engram.kernels.dispatch import GAMMA, mix64
 
 BYTE_SUM_STD = (8 * (256**2 - 1) / 12) ** 0.5  # standard deviation of the sum of eight uniform bytes
-INIT_CHUNK = 1 << 20  # values made at a time, so that initialising never doubles the table
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,3 @@ def initial_rows(seed: int, ids_n: Tensor, width: int, std: float) -> Tensor:
     for shift in range(0, 64, 8):
         total_nW += (bits_nW >> shift) & 255
     return (2 * total_nW - 8 * 255).to(torch.float32) * (std / (2 * BYTE_SUM_STD))
-
-
-def fill(rows_RW: Tensor, spec: TableSpec) -> None:
-    """Write the initial values of the whole table, a chunk at a time, so that initialising never doubles it."""
-    step = max(1, INIT_CHUNK // spec.width)
-    for start in range(0, spec.rows, step):
-        ids = torch.arange(start, min(start + step, spec.rows), device=rows_RW.device)
-        rows_RW[start : start + len(ids)] = spec.initial(ids)

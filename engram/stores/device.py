@@ -1,4 +1,4 @@
-"""Rows as one tensor, fp32 or bf16, on the module's device: HBM, or RAM on a machine without a GPU."""
+"""Rows as one tensor, in any row format, on the module's device: HBM, or RAM on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engram.kernels.dispatch import PLAIN, gather_rows, on_kernels
-from engram.stores.base import TableSpec, fill
+from engram.kernels.dispatch import gather_rows, on_kernels
+from engram.stores.base import TableSpec
+from engram.stores.formats import get_format
+
+PLAIN_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Row formats that are kept as numbers [R, W]; the others are bytes [R, b]."""
+CHUNK = 1 << 20
+"""Values that are made or converted at a time, so that the table is never there twice."""
 
 
 class DeviceStore(nn.Module):
-    """Rows as one tensor on the module's device (HBM, or RAM on a machine without a GPU), kept as fp32 or bf16.
+    """Rows as one tensor on the module's device (HBM, or RAM on a machine without a GPU).
+
+    format  row format, a name of `engram.stores.formats`.
 
     A buffer, not a parameter: it is in `state_dict()`, casts leave it alone, and a move from the meta device (or
     `to_empty`) gives the initial values again instead of uninitialised memory.
@@ -24,9 +32,12 @@ class DeviceStore(nn.Module):
     kind = "device"
     restarts = 0  # moves that gave the initial values again
 
-    def __init__(self, spec: TableSpec, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, spec: TableSpec, format: str = "fp32") -> None:
         super().__init__()
-        self.spec, self.dtype = spec, dtype
+        self.spec, self.codec = spec, get_format(format, spec.width)
+        self.dtype = PLAIN_DTYPES.get(format, torch.uint8)
+        self.plain = format in PLAIN_DTYPES
+        self.shape = (spec.rows, spec.width if self.plain else self.codec.row_bytes)
         self._allocate(torch.get_default_device())
 
     @property
@@ -35,9 +46,26 @@ class DeviceStore(nn.Module):
 
     def _allocate(self, device: torch.device) -> None:
         # zeros come from the operating system untouched: a table costs nothing until its rows are used
-        self.register_buffer("rows", torch.zeros(self.spec.rows, self.spec.width, dtype=self.dtype, device=device))
-        if not (self.spec.zeros or self.rows.is_meta):
-            fill(self.rows, self.spec)
+        self.register_buffer("rows", torch.zeros(self.shape, dtype=self.dtype, device=device))
+        self._fill()
+
+    def _fill(self) -> None:
+        """Write the initial values, a chunk of rows at a time; zeros are zero bytes in every format."""
+        if self.spec.zeros or self.rows.is_meta:
+            return
+        step = max(1, CHUNK // self.spec.width)
+        for start in range(0, self.spec.rows, step):
+            ids_n = torch.arange(start, min(start + step, self.spec.rows), device=self.rows.device)
+            self.rows[start : start + len(ids_n)] = self._stored(self.spec.initial(ids_n))
+
+    def _stored(self, values_UW: Tensor) -> Tensor:
+        """Values fp32 [U, W] as the table keeps them."""
+        return values_UW.to(self.dtype) if self.plain else self.codec.encode(values_UW)
+
+    def fits(self, saved: Tensor) -> bool:
+        """Whether saved rows can be loaded: values, or bytes of this table's format."""
+        values = list(saved.shape) == [self.spec.rows, self.spec.width] and saved.is_floating_point()
+        return values or (saved.dtype == self.dtype and tuple(saved.shape) == self.shape)
 
     def _apply(self, fn: Any, recurse: bool = True) -> DeviceStore:
         """Follow moves and sharing, ignore dtypes; memory that a move would leave uninitialised is initialised again.
@@ -57,22 +85,29 @@ class DeviceStore(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Copy saved rows in, whatever their dtype; a table on the meta device becomes real first."""
+        """Copy saved rows in: values of any dtype (into the table's format), or bytes in that format.
+
+        A table on the meta device becomes real first.
+        """
         metadata, strict, missing, _, errors = args[:5]
         saved = state_dict.get(prefix + "rows")
         if saved is None:
             if strict:
                 missing.append(prefix + "rows")
-        elif list(saved.shape) != [self.spec.rows, self.spec.width]:
+        elif not self.fits(saved):
             errors.append(
-                f"{prefix}rows: saved {list(saved.shape)}, this table has [{self.spec.rows}, {self.spec.width}]"
+                f"{prefix}rows: saved {list(saved.shape)} {saved.dtype}, this table has {list(self.shape)} in format "
+                f"{self.codec.name}, and takes values [{self.spec.rows}, {self.spec.width}]"
             )
         elif metadata.get("assign_to_params_buffers", False) and saved.dtype == self.dtype:
             self.rows = saved
         else:
             if self.rows.is_meta:
-                self.rows = torch.empty(self.spec.rows, self.spec.width, dtype=self.dtype, device=saved.device)
-            self.rows.copy_(saved)
+                self.rows = torch.empty(self.shape, dtype=self.dtype, device=saved.device)
+            step = max(1, CHUNK // self.spec.width)
+            for start in range(0, self.spec.rows, step):
+                part = saved[start : start + step]
+                self.rows[start : start + step] = part if saved.dtype == self.dtype else self._stored(part.float())
 
     def gather(self, ids_n: Tensor, out: Tensor | None = None) -> Tensor:
         """Row numbers [n] -> values [n, W], fp32.
@@ -80,16 +115,18 @@ class DeviceStore(nn.Module):
         A row outside the table raises IndexError on a CPU; a kernel gives NaN for it.
         """
         if self.kind == "device" and on_kernels(self.rows, ids_n):
-            values_nW = gather_rows(self.rows, ids_n, PLAIN, self.spec.width)
+            values_nW = gather_rows(self.rows, ids_n, self.codec.kind, self.spec.width)
             return values_nW if out is None else out.copy_(values_nW)
         if self.dtype == torch.float32:
             return torch.index_select(self.rows, 0, ids_n, out=out)
-        values_nW = self.rows.index_select(0, ids_n)
-        return values_nW.float() if out is None else out.copy_(values_nW)
+        rows_nb = self.rows.index_select(0, ids_n)
+        if not self.plain:
+            return self.codec.decode(rows_nb, out)
+        return rows_nb.float() if out is None else out.copy_(rows_nb)
 
     def update(self, ids_U: Tensor, values_UW: Tensor) -> None:
         """Write the values of distinct rows, in place."""
-        self.rows.index_copy_(0, ids_U, values_UW.to(self.rows.dtype))
+        self.rows.index_copy_(0, ids_U, self._stored(values_UW))
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes by device type."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engram.kernels import dispatch
-from engram.kernels.dispatch import FP8, INT8, LUT3, decode_rows, power_of_two
+from engram.kernels.dispatch import FP8, INT8, LUT3, PLAIN, decode_rows, power_of_two
 from engram.strict import choice, require
 
 LARGEST = 2.0**127
@@ -39,11 +39,12 @@ NORMAL_LEVELS = (-2.152, -1.344, -0.756, -0.2451, 0.2451, 0.756, 1.344, 2.152)  
 class RowFormat(ABC):
     """One way to write rows of `width` values as `row_bytes` bytes each.
 
-    name       the configuration's `row_dtype`.
+    name       the configuration's `row_dtype`; kind is its number in kernels/.
     row_bytes  all bytes of one row.
     """
 
     name: ClassVar[str]
+    kind: ClassVar[int] = PLAIN
     largest: ClassVar[float] = LARGEST
     width: int
     row_bytes: int
@@ -131,6 +132,7 @@ class Fp8Rows(RowFormat):
     """
 
     name = "fp8_e4m3"
+    kind = FP8
 
     def __init__(self, width: int) -> None:
         self.blocks = -(-width // BLOCK)
@@ -160,6 +162,7 @@ class Int8Rows(RowFormat):
     """
 
     name = "int8"
+    kind = INT8
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width + 4)
@@ -184,6 +187,7 @@ class Lut3Rows(RowFormat):
     """
 
     name = "lut3"
+    kind = LUT3
 
     def __init__(self, width: int) -> None:
         super().__init__(width, LEVELS + 1 + -(-3 * width // 8))

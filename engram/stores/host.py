@@ -19,9 +19,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from engram.kernels.dispatch import PLAIN, gather_rows, on_kernels, put_rows
-from engram.stores.base import TableSpec, fill
+from engram.kernels.dispatch import gather_rows, on_kernels, put_rows
+from engram.stores.base import TableSpec
 from engram.stores.device import DeviceStore
+from engram.stores.formats import get_format
 from engram.strict import ConfigError
 
 REGISTER_CHUNK = 64 * 2**30  # bytes page-locked at a time: single larger requests fail on some drivers
@@ -37,22 +38,21 @@ class HostStore(DeviceStore):
 
     kind = "host"
 
-    def __init__(self, spec: TableSpec, dtype: torch.dtype = torch.float32) -> None:
-        needed, there = dtype.itemsize * spec.rows * spec.width, psutil.virtual_memory().total
+    def __init__(self, spec: TableSpec, format: str = "fp32") -> None:
+        needed, there = spec.rows * get_format(format, spec.width).row_bytes, psutil.virtual_memory().total
         if needed > there:
             raise ConfigError(
                 f"placement: a table of {spec.rows:,} x {spec.width} values needs {needed:,} bytes of host "
                 f"memory, there are {there:,}; use placement 'disk', fewer rows, or narrower ones"
             )
-        super().__init__(spec, dtype)
+        super().__init__(spec, format)
 
     def _allocate(self, device: torch.device) -> None:
         if device.type == "meta":
             super()._allocate(device)
             return
-        self.register_buffer("rows", anonymous(self.spec.rows, self.spec.width, self.dtype))
-        if not self.spec.zeros:
-            fill(self.rows, self.spec)
+        self.register_buffer("rows", anonymous(*self.shape, self.dtype))
+        self._fill()
 
     def _apply(self, fn: Any, recurse: bool = True) -> HostStore:
         """Moves of the model leave the rows where they are; a table on the meta device becomes real with the model."""
@@ -121,7 +121,7 @@ class PinnedStore(HostStore):
         """Row numbers [n] -> values [n, W], fp32: by few programs of a kernel on the GPU, or as a host store."""
         if self.reader is None:
             return super().gather(ids_n, out)
-        values_nW = gather_rows(self.rows, ids_n, PLAIN, self.spec.width, background=True)
+        values_nW = gather_rows(self.rows, ids_n, self.codec.kind, self.spec.width, background=True)
         return values_nW if out is None else out.copy_(values_nW)
 
     def update(self, ids_U: Tensor, values_UW: Tensor) -> None:
@@ -129,7 +129,7 @@ class PinnedStore(HostStore):
         if self.reader is None:
             super().update(ids_U, values_UW)
         else:
-            put_rows(self.rows, ids_U, values_UW)
+            put_rows(self.rows, ids_U, values_UW if self.plain else self._stored(values_UW))
 
     def flush(self) -> None:
         """The GPU has written what it was told to."""
@@ -142,7 +142,7 @@ class PinnedStore(HostStore):
         In confidential-computing modes a GPU reads garbage from host memory without any error.
         """
         ids = torch.linspace(0, self.spec.rows - 1, min(SELF_TEST_ROWS, self.spec.rows)).long()
-        there = self.rows[ids].float()
+        there = super().gather(ids)
         back = self.gather(ids.to(self.device)).cpu()
         wrong = (back != there).any(dim=1).nonzero().flatten()
         if len(wrong):

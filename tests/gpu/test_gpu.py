@@ -152,7 +152,7 @@ def test_a_forward_with_prefetch_is_captured_in_a_graph(placement: str) -> None:
 
 
 def test_a_table_past_2_to_the_31_elements() -> None:
-    store = DeviceStore(TableSpec(2**25 + 100, 64, zeros=True), torch.bfloat16).to(DEVICE)
+    store = DeviceStore(TableSpec(2**25 + 100, 64, zeros=True), "bf16").to(DEVICE)
     ids = torch.tensor([0, 2**25 - 1, 2**25, 2**25 + 99], device=DEVICE)
     values = torch.randn(4, 64).bfloat16().float().to(DEVICE)
     store.update(ids, values)

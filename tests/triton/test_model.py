@@ -116,6 +116,20 @@ def test_global_decay_and_16_bit_rows(choose: Callable[[str], None], device: tor
         torch.testing.assert_close(losses["triton"], losses["reference"], rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "lut3"])
+def test_rows_of_fewer_bits_are_decoded_in_the_kernel(
+    name: Any, choose: Callable[[str], None], device: torch.device
+) -> None:
+    found = {}
+    for version in ("triton", "reference"):
+        choose(version)
+        model, handle = _model(CFG.replace(row_dtype=name), device)
+        with torch.no_grad(), handle.taps() as taps:
+            model(_ids(device), use_cache=False)
+        found[version] = taps[1]["memory"]
+    assert torch.equal(found["triton"], found["reference"]) and bool(found["triton"].any())
+
+
 def test_every_kernel_is_reached(
     choose: Callable[[str], None], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,8 +35,8 @@ PROGRAMS = 8192
 PROGRAMS_TO_TAPS = 2048
 """The same for `_to_taps`, 9 at the same time: each has a slice of partial sums, 8 MiB together at K = 4."""
 
-REGISTERS, REGISTERS_TO_TAPS = 136, 240
-"""A thread, at most: 130, and 225 in `_to_taps`, which holds 8 columns of K taps, K weights and K sums."""
+REGISTERS, REGISTERS_TO_TAPS = 136, 248
+"""A thread, at most: 130, and 243 in `_to_taps`, which holds 8 columns of K taps, K weights and K sums."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -274,6 +274,7 @@ def _plan(
     """
     B, T, S, D = shape
     chosen = tile(B * T * S, D)
+    chosen["ROWS"] = max(1, 4 * chosen["ROWS"] // max(4, power_of_two(taps)))  # more taps take more registers
     chunks, slices = -(-T // chosen["ROWS"]), S * -(-D // chosen["BLOCK"])
     each = -(-B * chunks // max(1, programs // slices))
     parts = -(-B * chunks // each)
@@ -442,9 +443,11 @@ def _backward(ctx: Any, grad_BTSD: Tensor | None, _: Tensor | None) -> tuple[Any
 _conv_update.register_autograd(_backward, setup_context=_save)
 
 
-def _variants(streams: int, width: int, dtype: str, tokens: int = 8192, segments: bool = True) -> list[dict[str, Any]]:
-    shape, fixed = torch.Size((1, tokens, streams, width)), (4, 3, segments)
-    name = f"S={streams} D={width} K=4 {dtype} tokens={tokens}"
+def _variants(
+    streams: int, width: int, dtype: str, tokens: int = 8192, segments: bool = True, taps: int = 4
+) -> list[dict[str, Any]]:
+    shape, fixed = torch.Size((1, tokens, streams, width)), (taps, 3, segments)
+    name = f"S={streams} D={width} K={taps} {dtype} tokens={tokens}"
     tensors = {"gated": f"*{dtype}", "scale": "*fp32", "taps": "*fp32"}
     tensors |= {"segment": "*i64" if segments else "*fp32"}
     norm = {"gated": f"*{dtype}", "scale": "*fp32", "rows": "i32", "eps": "fp32"}
@@ -455,10 +458,11 @@ def _variants(streams: int, width: int, dtype: str, tokens: int = 8192, segments
     to_input = {"grad": f"*{dtype}", "grad_mixed": f"*{dtype}", "dots": "*fp32", **tensors, "grad_gated": f"*{dtype}"}
     to_input |= {**counts, "tokens": "i32"}
     constants = _plan(shape, PROGRAMS, *fixed)[-1]
+    padded = {**constants, "K_PADDED": power_of_two(taps)}
     return [
         variant(f"conv norm {name}", _norm, norm, _plan_norm(shape)[-1], REGISTERS),
         variant(f"conv forward {name}", _forward, forward, constants, REGISTERS),
-        variant(f"conv to taps {name}", _to_taps, to_taps, {**constants, "K_PADDED": 4}, REGISTERS_TO_TAPS),
+        variant(f"conv to taps {name}", _to_taps, to_taps, padded, REGISTERS_TO_TAPS),
         variant(f"conv to input {name}", _to_input, to_input, constants, REGISTERS),
     ]
 

@@ -37,6 +37,17 @@ def test_gradcheck_of_the_gate(kind: str, keep_BT: Tensor | None) -> None:
     assert torch.autograd.gradcheck(lambda *t: gate.gated_value(*t, 1e-6, kind, keep_BT), inputs)
 
 
+def test_scores_of_zero_pass_no_gradient() -> None:
+    inputs = _gate_inputs()
+    with torch.no_grad():
+        inputs[0][0, 1] = 0
+    grads = torch.autograd.grad(gate.gated_value(*inputs, 1e-6, "signed_sqrt")[0].square().sum(), inputs)
+    wanted = torch.autograd.grad(reference.gated_value(*inputs, 1e-6, "signed_sqrt")[0].square().sum(), inputs)
+    assert not grads[0][0, 1].any() and grads[0][0, 0].any()
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("dilation", [1, 3, 20])
 @pytest.mark.parametrize("segment_BT", [None, SEGMENTS], ids=["one", "packed"])
 def test_gradcheck_of_the_convolution(dilation: int, segment_BT: Tensor | None) -> None:

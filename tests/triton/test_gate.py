@@ -1,8 +1,8 @@
 """The kernels of the gate and of the short convolution against plain torch in float64: results, and gradients by name.
 
-Errors are measured against float64 and may be a few times those of plain torch in the same dtype, plus a little of the
-largest number: a score near 0 makes a large gradient of its rounding, in both. In 16 bits that little is one step,
-because the interpreter cuts where a GPU rounds.
+An error may be a little of the largest number of its row. Scores stay away from 0, where the root makes a large
+gradient of the rounding of its score; what happens at 0 is asked apart. In 16 bits that little is two steps: the
+interpreter cuts where a GPU rounds, and the gate and the convolution's inner gradient are rounded on the way.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from engram.layer import Engram
 
 GATE_INPUTS = ("x", "key", "value", "query_norm", "key_norm")
 CONV_INPUTS = ("gated", "norm", "weight")
-STEP = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**-10}
 EPS = 1e-6
 
 
 def _run(call: Callable[..., Any], inputs: dict[str, Tensor], outputs: tuple[str, ...]) -> dict[str, Tensor]:
-    """Outputs and gradients by name; the gradients that come in are the same for every dtype."""
+    """Outputs and gradients by name; those that come in are the same numbers in every dtype."""
     made = call(*inputs.values())
     made = made if isinstance(made, tuple) else (made,)
     torch.manual_seed(5)
-    loss = sum((one.double() * torch.randn(one.shape, dtype=torch.float64).to(one.device)).sum() for one in made)
+    loss = sum((one.double() * torch.randint(-8, 9, one.shape).div(4).to(one.device)).sum() for one in made)
     grads = torch.autograd.grad(loss, list(inputs.values()))
     return dict(zip((*outputs, *(f"d {name}" for name in inputs)), (*made, *grads), strict=True))
 
@@ -43,14 +43,15 @@ def _compare(
 ) -> dict[str, Tensor]:
     found = _run(ours, inputs, outputs)
     exact = _run(plain, {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}, outputs)
-    rounded = _run(plain, inputs, outputs)
     for name, wanted in exact.items():
-        assert found[name].dtype == rounded[name].dtype and found[name].shape == wanted.shape, name
+        assert found[name].shape == wanted.shape, name
+        if name.startswith("d "):
+            assert found[name].dtype == inputs[name[2:]].dtype, name
         if wanted.numel():
-            error, allowed = (float((one[name].double() - wanted).detach().abs().max()) for one in (found, rounded))
-            scale = float(wanted.detach().abs().max())
-            assert error <= 4 * allowed + STEP[dtype] * scale, f"{name}: {error:.2e}, plain torch {allowed:.2e}"
             assert found[name].isfinite().all(), name
+            errors = (found[name].double() - wanted).detach().abs()
+            allowed = ALLOWED[dtype] * wanted.detach().abs().amax(dim=-1, keepdim=True) + 2e-6
+            assert (errors <= allowed).all(), f"{name}: {float((errors / allowed).max()):.2g} times what is allowed"
     return found
 
 
@@ -59,8 +60,13 @@ def _leaf(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32)
 
 
 def _gate_inputs(B: int, T: int, S: int, D: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    shapes = ((B, T, S, D), (B, T, S, D), (B, T, D), (S, D), (S, D))
-    return {n: _leaf(*shape, device=device, dtype=dtype) for n, shape in zip(GATE_INPUTS, shapes, strict=True)}
+    """Scores of 4, give or take 1, or of -4; rows of one or three numbers stay away from 0, where 1 / rms is large."""
+    x_BTSD, noise_BTSD, value_BTD = torch.randn(B, T, S, D), torch.randn(B, T, S, D), torch.randn(B, T, D)
+    x_BTSD += x_BTSD.sign() * 0.5
+    like, noise = (2 * D**-0.5, 0.5) if D > 4 else (1, 0.1)
+    key_BTSD = (torch.rand(B, T, S, 1) - 0.5).sign() * (like * x_BTSD + noise * noise_BTSD)
+    tensors = (x_BTSD, key_BTSD, value_BTD, 1 + 0.2 * torch.randn(S, D), 1 + 0.2 * torch.randn(S, D))
+    return {n: t.to(device, dtype).requires_grad_() for n, t in zip(GATE_INPUTS, tensors, strict=True)}
 
 
 def _conv_inputs(B: int, T: int, S: int, D: int, K: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -183,6 +189,20 @@ def test_every_tensor_has_its_own_dtype(device: torch.device) -> None:
     assert conv.conv_update(*mixed.values(), EPS, 2).dtype == torch.float32
 
 
+def test_no_epsilon_is_the_one_of_the_dtype(device: torch.device) -> None:
+    inputs = _gate_inputs(1, 4, 1, 8, device, torch.float32)
+    mixed = _conv_inputs(1, 4, 1, 8, 2, device, torch.float32)
+    with torch.no_grad():
+        inputs["x"] *= 1e-3
+        mixed["gated"] *= 1e-3
+    for ours, plain in (
+        (gate.gated_value(*inputs.values(), None, "sigmoid"), reference.gated_value(*inputs.values(), None, "sigmoid")),
+        ((conv.conv_update(*mixed.values(), None, 1),), (reference.conv_update(*mixed.values(), None, 1),)),
+    ):
+        for one, other in zip(ours, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_many_tiles_and_programs(small_tiles: None, device: torch.device) -> None:
     _check_gate((2, 21, 2, 40), device)
     segment_BT = torch.randint(0, 9, (2, 21)).eq(0).cumsum(1)
@@ -264,15 +284,16 @@ def test_strides_do_not_matter(device: torch.device) -> None:
     assert not any(tensor.is_contiguous() for tensor in strided.values())
     keep_BT = (torch.rand(6, 2, device=device) > 0.3).T
     ours, again = (
-        _run(lambda *t: gate.gated_value(*t, EPS, "signed_sqrt", keep_BT), given, ("gated", "gate"))
-        for given in (inputs, strided)
+        _run(lambda *t, k=keep: gate.gated_value(*t, EPS, "signed_sqrt", k), given, ("gated", "gate"))
+        for given, keep in ((inputs, keep_BT.contiguous()), (strided, keep_BT))
     )
     assert all(torch.equal(ours[name], again[name]) for name in ours)
     mixed = _conv_inputs(2, 6, 2, 10, 4, device, torch.float32)
     strided = {name: tensor.detach().mT.contiguous().mT.requires_grad_() for name, tensor in mixed.items()}
     segment_BT = torch.randint(0, 3, (6, 2), device=device).eq(0).cumsum(0).T
     ours, again = (
-        _run(lambda *t: conv.conv_update(*t, EPS, 2, segment_BT), given, ("update",)) for given in (mixed, strided)
+        _run(lambda *t, n=numbers: conv.conv_update(*t, EPS, 2, n), given, ("update",))
+        for given, numbers in ((mixed, segment_BT.contiguous()), (strided, segment_BT))
     )
     assert all(torch.equal(ours[name], again[name]) for name in ours)
     conv.conv_update(*strided.values(), EPS, 2).sum().backward()  # its gradient is one number, expanded
@@ -293,19 +314,20 @@ def test_the_layer_on_kernels_is_the_layer(
     cfg = EngramConfig(
         hidden_size=12, layers=(1,), heads=2, head_dim=4, rows=53, init="normal", init_std=1.0, branches=2
     )
-    layer = Engram(cfg, 1, vocab_size=100).to(device)
+    layer = Engram(cfg, 1, vocab_size=100)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if name != "table.proxy":
                 parameter.copy_(torch.randn_like(parameter))
-    ids_BT = torch.randint(0, 100, (2, 11), device=device)
-    x = torch.randn(2, 11, 2, 12, device=device)
+    layer.to(device)
+    ids_BT, x = torch.randint(0, 100, (2, 11)).to(device), torch.randn(2, 11, 2, 12).to(device)
     segment_BT = torch.tensor([[0] * 4 + [1] * 7, [0] * 11], device=device)
-    keep_BT = torch.rand(2, 11, device=device) > 0.2
+    keep_BT = (torch.rand(2, 11) > 0.2).to(device)
     rows_BTC = layer.hash.rows(ids_BT, segment_ids=segment_BT)
     layer.tapping = True
     found, calls = [], []
-    monkeypatch.setattr(gate, "serves", lambda *t: calls.append(1) or launch.serves(*t))
+    for module in (gate, conv):
+        monkeypatch.setattr(module, "serves", lambda *t, m=module: calls.append(m) or launch.serves(*t))
     for choice in ("triton", "reference"):
         dispatch.backend.cache_clear()
         monkeypatch.setenv("ENGRAM_KERNELS", choice)
@@ -313,7 +335,7 @@ def test_the_layer_on_kernels_is_the_layer(
         layer.zero_grad()
         update = layer(x, rows_BTC, segment_BT=segment_BT, keep_BT=keep_BT)
         update.square().sum().backward()
-        assert bool(calls) == (choice == "triton")
+        assert set(calls) == ({gate, conv} if choice == "triton" else set())
         grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
         found.append({"update": update.detach(), **layer.taps, **grads})
     for name, wanted in found[1].items():
@@ -333,10 +355,11 @@ def test_compiled_in_one_graph(kernels: None, device: torch.device) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_what_kernels_do_not_take_goes_to_plain_torch(kernels: None, device: torch.device) -> None:
-    inputs = _gate_inputs(1, 4, 1, 6, device, torch.float64)
-    ours, plain = (call(*inputs.values(), EPS, "sigmoid") for call in (dispatch.gated_value, reference.gated_value))
-    assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+def test_float64_goes_to_plain_torch_and_its_autograd(kernels: None, device: torch.device) -> None:
+    gate_inputs = tuple(_gate_inputs(1, 4, 1, 6, device, torch.float64).values())
+    conv_inputs = tuple(_conv_inputs(1, 4, 1, 3, 2, device, torch.float64).values())
+    assert torch.autograd.gradgradcheck(lambda *t: dispatch.gated_value(*t, EPS, "sigmoid")[0], gate_inputs)
+    assert torch.autograd.gradgradcheck(lambda *t: dispatch.conv_update(*t, EPS, 1), conv_inputs)
 
 
 def test_shapes_that_do_not_fit_are_named(device: torch.device) -> None:

@@ -72,22 +72,14 @@ def _functions() -> Functions:
 
 
 def _hash_lines(numba: Any, np: Any) -> Callable[..., Any]:
-    low = np.uint64(0xFFFFFFFF)
-    half = np.uint64(32)
-
-    @numba.njit(inline="always")
-    def high_product(a: Any, b: Any) -> Any:
-        """The upper 64 bits of a product of unsigned 64-bit integers."""
-        a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
-        middle = a1 * b0 + ((a0 * b0) >> half)
-        return a1 * b1 + (middle >> half) + ((a0 * b1 + (middle & low)) >> half)
-
+    # one function: a closure over another compiled one would be compiled and cached anew by every process
     @numba.njit(cache=True, nogil=True)
     def hash_lines(
         ids_BT: Any, class_of: Any, pad_BT: Any, dead_BT: Any, segment_BT: Any, eos_E: Any, multipliers_KN: Any,
         sizes_K: Any, reciprocals_K: Any, offsets_K: Any, order_C: Any, skip: Any, limit: Any, filler: Any, xor: Any,
         narrow: Any, exact: Any, out_GBTC: Any,
     ) -> Any:  # fmt: skip
+        low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
         longest, columns, masked = multipliers_KN.shape[1], out_GBTC.shape[3], 0
         slots, mixes = np.empty(longest, np.int64), np.empty(longest + 1, np.int64)
         for b in range(ids_BT.shape[0]):
@@ -129,8 +121,12 @@ def _hash_lines(numba: Any, np: Any) -> Callable[..., Any]:
                             for s in range(order_C[c]):
                                 mix += slots[s] * multipliers_KN[k, s]
                         size = sizes_K[k]
-                        if exact:
-                            rest = mix - np.int64(high_product(np.uint64(mix), np.uint64(reciprocals_K[k]))) * size
+                        if exact:  # the upper 64 bits of mix * reciprocal, from products of halves
+                            a, r = np.uint64(mix), np.uint64(reciprocals_K[k])
+                            middle = (a >> half) * (r & low) + (((a & low) * (r & low)) >> half)
+                            carry = ((a & low) * (r >> half) + (middle & low)) >> half
+                            high = (a >> half) * (r >> half) + (middle >> half) + carry
+                            rest = mix - np.int64(high) * size
                             if rest >= size:
                                 rest -= size
                         else:
@@ -181,6 +177,10 @@ def compile_passes() -> None:
     sum_duplicates(torch.zeros(1, dtype=torch.int64), one)
     rowwise_adam(one, one, one[0], 0.0, 0.0, 1.0)
     rowwise_adagrad(one, one, one[0], 0.0, 1.0)
+    line_1, none = torch.ones(1, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    switches = {"xor": True, "narrow": False, "exact_reciprocal": False}
+    constants = HashConstants(line_1.view(1, 1), line_1, line_1, line_1, none, None, (1,), 1, 1, 0, **switches)
+    hash_rows(line_1.view(1, 1), constants)
 
 
 def serves(*tensors: Tensor) -> bool:

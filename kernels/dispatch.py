@@ -67,7 +67,7 @@ def backend() -> str:
 
 
 def prepare() -> None:
-    """Compile what row updates need on a CPU, so that the first step is not the slow one."""
+    """Compile what hashing and row updates need on a CPU, so that the first step is not the slow one."""
     if "numba" in backend():
         cpu.compile_passes()
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,9 +42,22 @@ VARIABLE = "ENGRAM_KERNELS"
 CHOICES = ("auto", "reference", "numba", "triton")
 
 
-@lru_cache(maxsize=1)
+_chosen: dict[str, str] = {}  # no lru_cache: torch.compile warns of those
+
+
 def backend() -> str:
     """What runs here, as in "triton+numba", logged at the first call. Raises ValueError on a bad choice."""
+    if "here" not in _chosen:
+        _chosen["here"] = _choose()
+    return _chosen["here"]
+
+
+def choose_again() -> None:
+    """Look at the environment once more at the next call."""
+    _chosen.clear()
+
+
+def _choose() -> str:
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in CHOICES:
         raise ValueError(f"{VARIABLE}: {wanted!r} is not known; choose one of {', '.join(CHOICES)}")
@@ -189,6 +201,7 @@ __all__ = [
     "HashConstants",
     "Rule",
     "backend",
+    "choose_again",
     "conv_term",
     "conv_update",
     "decode_rows",

@@ -440,9 +440,10 @@ def test_taps_keep_what_was_recorded(tiny_model: TinyModel) -> None:
     assert torch.equal(handle.taps()[0]["rows"], handle.memory.layer(0).hash.rows(b))
 
 
-def test_the_number_of_compiled_graphs_does_not_grow_with_the_calls(tiny_model: TinyModel) -> None:
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_the_number_of_compiled_graphs_does_not_grow_with_the_calls(tiny_model: TinyModel, placement: Any) -> None:
     model = tiny_model("llama").train()
-    _filled(engram.attach(model, CFG))
+    _filled(engram.attach(model, CFG.replace(placement=placement)))
     graphs: list[int] = []
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:

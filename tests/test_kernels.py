@@ -14,9 +14,9 @@ from engram.kernels import cpu, dispatch, launch, reference, reference_rows
 
 @pytest.fixture
 def choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    dispatch.backend.cache_clear()
+    dispatch.choose_again()
     yield monkeypatch
-    dispatch.backend.cache_clear()
+    dispatch.choose_again()
 
 
 @pytest.mark.parametrize("width", [1, 3, 31, 64])
@@ -71,7 +71,7 @@ def test_golden_rows_through_the_dispatcher(choice: pytest.MonkeyPatch) -> None:
     golden = families.golden()["toy"]
     for version in ("numba", "reference"):
         choice.setenv("ENGRAM_KERNELS", version)
-        dispatch.backend.cache_clear()
+        dispatch.choose_again()
         rows = NgramHash(families.get("toy"), 1).rows(torch.tensor([golden["ids"]]))
         assert rows[0].tolist() == golden["by_layer"]["1"]["rows"]
 
@@ -108,7 +108,7 @@ def test_the_choice_is_one_switch_said_once(choice: pytest.MonkeyPatch, caplog: 
     if not torch.cuda.is_available():
         cases.append(("triton", "no GPU is here; TRITON_INTERPRET=1" if launch.INSTALLED else "not installed"))
     for value, expected in cases:
-        dispatch.backend.cache_clear()
+        dispatch.choose_again()
         choice.setenv("ENGRAM_KERNELS", value)
         if value == "auto":
             assert dispatch.backend() == expected

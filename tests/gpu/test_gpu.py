@@ -34,9 +34,9 @@ CFG = EngramConfig(hidden_size=64, layers=(0, 2), orders=(2, 3), heads=4, head_d
 @pytest.fixture(autouse=True)
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ENGRAM_KERNELS", "triton")
-    dispatch.backend.cache_clear()
+    dispatch.choose_again()
     yield
-    dispatch.backend.cache_clear()
+    dispatch.choose_again()
 
 
 def _model(cfg: EngramConfig, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:

@@ -133,10 +133,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every choice of dispatch.py falls on the kernels."""
-    dispatch.backend.cache_clear()
+    dispatch.choose_again()
     monkeypatch.setenv("ENGRAM_KERNELS", "triton")
     yield
-    dispatch.backend.cache_clear()
+    dispatch.choose_again()
 
 
 SHAPES = [(2, 63, 4, 31), (1, 63, 1, 160), (2, 7, 3, 1), (1, 1, 1, 3), (1, 5, 4, 1280), (1, 3, 1, 7168), (1, 70, 2, 64)]
@@ -329,7 +329,7 @@ def test_the_layer_on_kernels_is_the_layer(
     for module in (gate, conv):
         monkeypatch.setattr(module, "serves", lambda *t, m=module: calls.append(m) or launch.serves(*t))
     for choice in ("triton", "reference"):
-        dispatch.backend.cache_clear()
+        dispatch.choose_again()
         monkeypatch.setenv("ENGRAM_KERNELS", choice)
         calls.clear()
         layer.zero_grad()

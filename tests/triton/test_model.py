@@ -23,10 +23,10 @@ CFG = EngramConfig(hidden_size=32, layers=(0, 1), orders=(2, 3), heads=2, head_d
 def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     def chosen(name: str) -> None:
         monkeypatch.setenv("ENGRAM_KERNELS", name)
-        dispatch.backend.cache_clear()
+        dispatch.choose_again()
 
     yield chosen
-    dispatch.backend.cache_clear()
+    dispatch.choose_again()
 
 
 def _model(cfg: EngramConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engram.kernels.dispatch import BufferPool
 from engram.stores import Store
-from engram.stores.buffers import BufferPool
 from engram.streams import StreamWorker
 
 TIMEOUT = 600.0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engram.kernels import conv, cpu, gate, gather, launch, reference, reference_rows, rows, scatter
+from engram.kernels.buffers import BufferPool
 from engram.kernels.reference import conv_term, elementwise_adam
 from engram.kernels.reference_rows import (
     FP8,
@@ -198,6 +199,7 @@ __all__ = [
     "LUT3",
     "PLAIN",
     "RULES",
+    "BufferPool",
     "HashConstants",
     "Rule",
     "backend",

@@ -15,10 +15,10 @@ from torch import Tensor
 import engram
 import engram.optim
 from engram.config import ConfigError, EngramConfig
+from engram.kernels.dispatch import BufferPool
 from engram.memory import Memory
 from engram.prefetch import Fetcher, patch
 from engram.stores import DeferredDiskStore, DeviceStore, HostStore, PinnedStore, TableSpec
-from engram.stores.buffers import BufferPool
 from engram.stores.formats import get_format
 
 STORES: dict[str, Callable[[TableSpec, Path], Any]] = {

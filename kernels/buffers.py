@@ -16,17 +16,17 @@ LEAST = 1 << 16  # bytes of the smallest buffer
 
 
 class BufferPool:
-    """Hands out fp32 tensors [n, W] over reused memory; thread-safe. `held` counts its bytes."""
+    """Hands out tensors [n, W] over reused memory; thread-safe. `held` counts its bytes."""
 
     def __init__(self) -> None:
         self._slots: list[tuple[bytearray, StorageWeakRef | None]] = []
         self._lock = threading.Lock()
 
-    def take(self, count: int, width: int) -> Tensor:
+    def take(self, count: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor [count, width]; its memory comes back by itself."""
-        size = 4 * count * width
+        size = dtype.itemsize * count * width
         if not size:
-            return torch.empty(count, width)
+            return torch.empty(count, width, dtype=dtype)
         with self._lock:
             free = [
                 index
@@ -39,7 +39,7 @@ class BufferPool:
             else:
                 index, block = len(self._slots), bytearray(max(LEAST, 1 << (size - 1).bit_length()))
                 self._slots.append((block, None))
-            tensor = torch.frombuffer(block, dtype=torch.float32, count=count * width).view(count, width)
+            tensor = torch.frombuffer(block, dtype=dtype, count=count * width).view(count, width)
             self._slots[index] = (block, StorageWeakRef(tensor.untyped_storage()))
         return tensor
 

@@ -336,3 +336,13 @@ def show_compiled(found: dict[str, Any]) -> None:
 def _compiled_cell(row: dict[str, Any]) -> str:
     wide, every = row["wide_loads"] + row["wide_stores"], row["loads"] + row["stores"]
     return f"{row['registers']} / {row['shared']} / {wide} of {every} / {row['instructions']}"
+
+
+def compiled_table(found: dict[str, Any]) -> str:
+    """A compile report -> Markdown: registers a thread / instructions of each kernel on each target."""
+    targets = found["targets"]
+    lines = [["kernel", *targets], ["---"] + ["--:"] * len(targets)]
+    for name in dict.fromkeys(row["kernel"] for row in found["rows"]):
+        mine = {row["target"]: row for row in found["rows"] if row["kernel"] == name}
+        lines.append([name, *(f"{mine[one]['registers']} / {mine[one]['instructions']}" for one in targets)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,7 +1,9 @@
 """Put results into the repository and their numbers into the README and docs/stores.md.
 
     .venv/bin/python docs/publish.py quickstart runs/quickstart
-    .venv/bin/python docs/publish.py overlap runs/overlap        # made by: engram overlap ... --out runs/overlap
+    .venv/bin/python docs/publish.py overlap runs/overlap         # engram overlap configs/overlap/cpu.yaml --out ...
+    .venv/bin/python docs/publish.py overlap-train runs/train     # engram overlap configs/overlap/cpu-train.yaml ...
+    .venv/bin/python docs/publish.py bench runs/bench             # OMP_NUM_THREADS=1 engram bench --out runs/bench
 
 Copies result files to eval/results/, figures to docs/figures/, and rewrites the tables between their markers.
 tests/test_readme.py checks that the pages still show the committed results.
@@ -14,17 +16,21 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from engram.eval.bench_disk import disk_table
+from engram.eval.bench_gather import gather_table
 from engram.eval.overlap import hidden_table
 from engram.eval.report import markdown_table, read_result, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "eval" / "results"
 FIGURES = {"loss.png": "quickstart-loss.png", "kl_by_depth.png": "quickstart-kl.png"}
 
 
 def publish_quickstart(run: Path) -> None:
     """A finished quickstart folder -> committed results, figures and README block."""
-    target = ROOT / "eval" / "results" / "quickstart"
+    target = RESULTS / "quickstart"
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(run.rglob("result.json")):
         shutil.copyfile(path, target / f"{path.parent.parent.name}.json")
@@ -42,7 +48,7 @@ def publish_quickstart(run: Path) -> None:
 
 def publish_overlap(run: Path) -> None:
     """The folder of `engram overlap --out` -> committed result, figure and both pages' blocks."""
-    shutil.copyfile(run / "overlap.json", ROOT / "eval" / "results" / "overlap-cpu.json")
+    shutil.copyfile(run / "overlap.json", RESULTS / "overlap-cpu.json")
     shutil.copyfile(run / "overlap-prefill-entry.png", ROOT / "docs" / "figures" / "overlap-prefill.png")
     for page in ("README.md", "docs/stores.md"):
         _rewrite(page, "overlap", overlap_block())
@@ -50,10 +56,70 @@ def publish_overlap(run: Path) -> None:
 
 def overlap_block() -> str:
     """The committed overlap measurement as Markdown."""
-    found = json.loads((ROOT / "eval" / "results" / "overlap-cpu.json").read_text(encoding="utf-8"))
+    found = _read("overlap-cpu")
+    return f"Prefill of 512 tokens, 32 rows of 512 B a token ({_overlap_about(found)}):\n\n{hidden_table(found)}"
+
+
+def publish_overlap_train(run: Path) -> None:
+    """The folder of `engram overlap configs/overlap/cpu-train.yaml --out` -> committed result and the page's block."""
+    shutil.copyfile(run / "overlap.json", RESULTS / "overlap-cpu-train.json")
+    _rewrite("docs/stores.md", "overlap-train", overlap_train_block())
+
+
+def overlap_train_block() -> str:
+    """The committed overlap measurement of training as Markdown."""
+    found = _read("overlap-cpu-train")
+    cells = [cell for cell in found["cells"] if cell["launch"] == "ahead"]
+    shares = sorted(cell["fetch"] / cell["t_ready"] for cell in cells)
+    shape = f"{cells[0]['tokens']} tokens, {cells[0]['rows_per_token']} rows of {cells[0]['row_bytes']} B a token"
+    return (
+        f"A training step of {shape}, one batch ahead; the fetch is {shares[0]:.0%} to {shares[-1]:.0%} of the step "
+        f"({_overlap_about(found)}):\n\n{hidden_table(found, 'train', 'ahead')}"
+    )
+
+
+def publish_bench(run: Path) -> None:
+    """The folder of `engram bench --out` -> committed result and the blocks of docs/stores.md."""
+    shutil.copyfile(run / "bench.json", RESULTS / "bench-cpu.json")
+    _rewrite("docs/stores.md", "gather", gather_block())
+    _rewrite("docs/stores.md", "disk", disk_block())
+
+
+def gather_block() -> str:
+    """The gathers of the committed benchmark as Markdown."""
+    found = _read("bench-cpu")
+    sizes = found["config"]["gather"]
+    about = (
+        f"{sizes['lookups']:,} random rows of a table of {sizes['table_bytes'] >> 20} MiB, one thread of a machine of"
+        f" {_bench_about(found)}"
+    )
+    return f"{about}:\n\n{gather_table(found['metrics']['claims'])}"
+
+
+def disk_block() -> str:
+    """The disk reads of the committed benchmark as Markdown."""
+    found = _read("bench-cpu")
+    sizes, warm = found["config"]["disk"], [one["rows_per_second"] for one in found["metrics"]["reported"]]
+    about = (
+        f"{sizes['lookups']:,} random rows of {sizes['row_bytes']:,} B a call, a file of "
+        f"{sizes['file_bytes'] / 2**30:g} GiB, {_bench_about(found)}"
+    )
+    ending = "".join(f"\nA warm mapping reads {speed / 1e6:.1f} million rows a second.\n" for speed in warm)
+    return f"{about}:\n\n{disk_table(found['metrics']['claims'])}{ending}"
+
+
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _overlap_about(found: Any) -> str:
     cpu = found["hardware"]["cpu"]
-    about = f"{cpu['cores']} cores of {cpu['model']}, one computes, one fetches; medians of {found['config']['rounds']}"
-    return f"Prefill of 512 tokens, 32 rows of 512 B a token ({about}):\n\n{hidden_table(found)}"
+    return f"{cpu['cores']} cores of {cpu['model']}, one computes, one fetches; medians of {found['config']['rounds']}"
+
+
+def _bench_about(found: Any) -> str:
+    about = found["hardware"]
+    return f"{about['cores']} cores ({about['cpu']}), medians of {found['config']['rounds']} rounds"
 
 
 def _rewrite(page: str, name: str, block: str) -> None:
@@ -63,7 +129,12 @@ def _rewrite(page: str, name: str, block: str) -> None:
     path.write_text(f"{before}<!-- {name} -->\n{block}<!-- /{name} -->{after}", encoding="utf-8")
 
 
-PUBLISH: dict[str, Callable[[Path], None]] = {"quickstart": publish_quickstart, "overlap": publish_overlap}
+PUBLISH: dict[str, Callable[[Path], None]] = {
+    "quickstart": publish_quickstart,
+    "overlap": publish_overlap,
+    "overlap-train": publish_overlap_train,
+    "bench": publish_bench,
+}
 
 if __name__ == "__main__":
     PUBLISH[sys.argv[1]](Path(sys.argv[2]))

@@ -9,9 +9,13 @@ For every placement, store and phase the same step is timed in four variants, ta
     t_prefetch   rows requested early: at model entry, or one batch ahead
 fetch = t_sync - t_ready; exposed = t_prefetch - t_ready; hidden = 1 - exposed / fetch;
 overhead = t_prefetch / t_without - 1.
-`hidden` is null where fetch is under 5 % of t_ready: then it is noise. Times are medians, with quartiles beside them.
+`hidden` is null where fetch is under 5 % of t_ready: then it is noise. Times are medians, with quartiles beside them;
+`exposed_error` is half of a 95 % interval of the exposed time, from its single rounds.
 
 On a CPU one core is left to the fetch, in all variants. Decode is one new token a sequence without a key-value cache.
+One batch ahead is measured as a training loop has it: every timed step follows another training step, before which its
+rows were requested, so that the update of that step is patched into them; only `prefetch` begins while the rows of that
+step are still being written, and fetches those of the next one meanwhile.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -71,6 +76,8 @@ class OverlapConfig:
     pool        different batches that take turns, so that rows are not in the processor's cache.
     threads     compute threads; null is all cores but one.
     device      "auto" is a GPU where there is one. dtype is the backbone's.
+    foreign     share of all cores; a round during which other programs took more is measured again (hiding needs a free
+                core), until there are three times `rounds`. Null takes every round.
     """
 
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
@@ -90,6 +97,7 @@ class OverlapConfig:
     threads: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    foreign: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -108,6 +116,9 @@ class OverlapConfig:
         require(self.rounds >= 3, f"rounds: {self.rounds} must be at least 3")
         gpu = torch.cuda.is_available()
         require(self.device != "cuda" or gpu, "device: 'cuda' is asked for, but there is no CUDA device")
+        require(
+            self.foreign is None or 0 < self.foreign < 1, f"foreign: {self.foreign} must lie between 0 and 1, or null"
+        )
 
     @property
     def place(self) -> torch.device:
@@ -221,6 +232,7 @@ class Cell:
         drawn = [torch.randint(0, cfg.vocab_size, shape, generator=generator) for _ in range(cfg.pool)]
         self.batches = [batch.to(cfg.place) for batch in drawn]
         self.turn = 0
+        self.ahead = launch == "ahead"
 
     def measure(self) -> dict[str, Any]:
         """Time the variants in random order -> the cell as plain data."""
@@ -230,15 +242,15 @@ class Cell:
             "sync": self.sync,
             "prefetch": self.prefetched,
         }
-        times: dict[str, list[float]] = {name: [] for name in VARIANTS}
         shuffle = random.Random(self.cfg.seed)
-        for index in range(self.cfg.warm_up + self.cfg.rounds):
-            order = list(VARIANTS)
-            shuffle.shuffle(order)
-            for name in order:
-                seconds = variants[name]()
-                if index >= self.cfg.warm_up:
-                    times[name].append(seconds)
+
+        def one_round() -> dict[str, float]:
+            return {name: variants[name]() for name in shuffle.sample(VARIANTS, len(VARIANTS))}
+
+        for _ in range(self.cfg.warm_up):
+            one_round()
+        rounds, disturbed = undisturbed(one_round, self.cfg.rounds, self.cfg.foreign)
+        times = {name: [one[name] for one in rounds] for name in VARIANTS}
         self.handle.memory.flush()
         stats = [self.handle.memory.layer(layer).table.store for layer in self.layers]
         return {
@@ -253,6 +265,7 @@ class Cell:
             "rows_per_token": len(self.layers) * self.handle.memory.cfg.columns,
             "row_bytes": 4 * self.handle.memory.cfg.head_dim,
             "resident_bytes": sum(sum(store.bytes_held().values()) for store in stats),
+            "disturbed": disturbed,
             **self._with_prediction(summarise_times(times)),
         }
 
@@ -282,45 +295,68 @@ class Cell:
     def without(self) -> float:
         """A step with memory switched off."""
         with self.handle.disabled():
-            return self._timed(self._next())
+            return self._timed(self._next(request=False))
 
     def ready(self) -> float:
         """A step whose rows are in the layer's buffer before it begins."""
-        batch = self._next()
-        self._fetch_ahead(batch)
+        batch = self._next(request=True)
+        self._arrive()
         return self._timed(batch, hash_again=True)
 
     def sync(self) -> float:
         """A step whose layers fetch when they need their rows."""
+        batch = self._next(request=False)
         self.handle.memory.launch_at = "layer"
         try:
-            return self._timed(self._next())
+            return self._timed(batch)
         finally:
             self.handle.memory.launch_at = "entry"
 
     def prefetched(self) -> float:
         """A step whose rows are requested at its entry; or one batch ahead, while it requests those of the next."""
-        batch = self._next()
-        if self.launch == "entry":
+        batch = self._next(request=self.ahead)
+        if not self.ahead:
             return self._timed(batch)
-        self._fetch_ahead(batch)
         return self._timed(batch, following=self.batches[(self.turn + 1) % len(self.batches)])
 
-    def _next(self) -> Tensor:
+    def _next(self, request: bool) -> Tensor:
+        """The batch of the next timed step, its rows requested or not, and before it, one ahead, another step."""
         self.handle.memory.drop_ahead()  # what the variant before has asked for is not this one's
+        before = self._take_turn() if self.ahead else None
+        batch = self._take_turn()
+        if before is not None and request:  # its own rows were requested in the step before it
+            self.handle.prefetch(before)
+            self._arrive()
+        if request:
+            self.handle.prefetch(batch)
+        if before is not None:
+            self._run(before)
+        return batch
+
+    def _take_turn(self) -> Tensor:
         self.turn += 1
         return self.batches[self.turn % len(self.batches)]
 
-    def _fetch_ahead(self, batch: Tensor) -> None:
-        self.handle.prefetch(batch)
+    def _arrive(self) -> None:
+        """Wait until what was requested is there."""
         for step in self.handle.memory.ahead():
             for ticket in step.tickets.values():
                 ticket.future.result()
 
+    def _run(self, batch: Tensor) -> None:
+        """One step: a forward, and when training the backward and the update."""
+        if self.optimizer is None:
+            with torch.no_grad():
+                self.model(batch, use_cache=False)
+            return
+        self.model(batch, use_cache=False).logits.logsumexp(-1).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def _timed(self, batch: Tensor, following: Tensor | None = None, hash_again: bool = False) -> float:
-        for layer in self.layers:  # writes of the step before are not this step's
+        for layer in self.layers:
             fetcher = self.handle.memory.layer(layer).table.fetcher
-            if fetcher is not None:
+            if fetcher is not None and following is None:  # writes of the step before are not this step's
                 fetcher.drain()
         _settle()
         began = time.perf_counter()
@@ -328,17 +364,9 @@ class Cell:
             self.handle.memory.hash_ids(batch)
         if following is not None:
             self.handle.prefetch(following)
-        if self.optimizer is None:
-            with torch.no_grad():
-                self.model(batch, use_cache=False)
-        else:
-            self.model(batch, use_cache=False).logits.logsumexp(-1).mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        self._run(batch)
         if following is not None:  # one batch ahead: its fetch belongs to this step
-            for step in self.handle.memory.ahead():
-                for ticket in step.tickets.values():
-                    ticket.future.result()
+            self._arrive()
         _settle()
         return time.perf_counter() - began
 
@@ -348,10 +376,34 @@ def _settle() -> None:
         torch.cuda.synchronize()
 
 
+def undisturbed(one_round: Callable[[], Any], count: int, limit: float | None) -> tuple[list[Any], int]:
+    """Measure until `count` rounds passed without others taking more than `limit` of all cores -> they, and 0.
+
+    At most three times `count` are made: where fewer were clean, disturbed ones fill up, and their number comes back.
+    """
+    clean: list[Any] = []
+    rest: list[Any] = []
+    while len(clean) < count and len(clean) + len(rest) < 3 * count:
+        began, others = time.perf_counter(), _foreign_seconds()
+        found = one_round()
+        share = (_foreign_seconds() - others) / (time.perf_counter() - began) / (os.cpu_count() or 1)
+        (clean if limit is None or share <= limit else rest).append(found)
+    return (clean + rest)[:count], max(0, count - len(clean))
+
+
+def _foreign_seconds() -> float:
+    """Time of all cores that was neither idle nor this process's."""
+    cores, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    busy = sum(getattr(cores, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+    return float(busy - own.user - own.system)
+
+
 def summarise_times(times: dict[str, list[float]]) -> dict[str, Any]:
     """Seconds of each variant -> medians, quartiles, and what they say about the fetch."""
     median = {name: statistics.median(values) for name, values in times.items()}
     fetch, exposed = median["sync"] - median["ready"], median["prefetch"] - median["ready"]
+    single = [after - before for after, before in zip(times["prefetch"], times["ready"], strict=True)]
+    low, _, high = statistics.quantiles(single, n=4)
     noise = fetch < NOISE * median["ready"]
     reason = f"the fetch is under {NOISE:.0%} of the step" if noise else None
     return {
@@ -359,6 +411,7 @@ def summarise_times(times: dict[str, list[float]]) -> dict[str, Any]:
         "quartiles": {name: statistics.quantiles(values, n=4)[::2] for name, values in times.items()},
         "fetch": fetch,
         "exposed": exposed,
+        "exposed_error": 1.57 * (high - low) / len(single) ** 0.5,  # McGill, Tukey, Larsen 1978
         "hidden": None if noise else 1 - exposed / fetch,
         "reason": reason,
         "overhead": median["prefetch"] / median["without"] - 1,
@@ -385,7 +438,8 @@ def hidden_table(found: dict[str, Any], phase: str = "prefill", launch: str = "e
     for store in dict.fromkeys(cell["store"] for cell in cells):
         mine = {cell["layers"][0]: cell for cell in cells if cell["store"] == store}
         texts = [
-            f"{1e3 * mine[b]['exposed']:.1f} ms"
+            f"{1e3 * mine[b]['exposed']:.1f}"
+            + (f" ± {1e3 * mine[b]['exposed_error']:.1f} ms" if "exposed_error" in mine[b] else " ms")
             + ("" if mine[b]["hidden"] is None else f", {mine[b]['hidden']:.0%} hidden")
             for b in blocks
         ]

@@ -211,6 +211,43 @@ def test_a_failed_call_ends_when_no_thread_works_for_it_any_more(monkeypatch: py
     pool.close()
 
 
+@AIO
+def test_many_rows_go_through_the_page_cache_by_kernel_aio_and_its_errors_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, values = wrote_all(tmp_path / "rows", backend="mapping")
+    calls: list[int] = []
+    original = KernelAio._pump
+    monkeypatch.setattr(
+        KernelAio,
+        "_pump",
+        lambda self, what, fd, at, *rest: calls.append(len(at)) or original(self, what, fd, at, *rest),
+    )
+    scattered = torch.arange(0, 1000, 3)
+    values[scattered] = torch.randn(len(scattered), SPEC.width)
+    store.update(scattered, values[scattered])
+    assert calls == [len(scattered)] and torch.equal(all_rows(store), values)
+    values[:5] = 1.0
+    store.update(torch.arange(5), values[:5])
+    assert len(calls) == 1, "a few are written one by one"
+    store.commit_checkpoint(store.prepare_checkpoint())
+
+    def full(self: Any, *args: Any) -> Any:
+        results = original(self, *args)
+        results[100:] = -errno.ENOSPC
+        return results
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelAio, "_pump", full)
+        with pytest.raises(RuntimeError, match=rf"disk store {store.path}: row 300: .*No space left on device"):
+            store.update(scattered, -values[scattered])
+    with pytest.raises(RuntimeError, match="an update failed .*open it again to go back"):
+        store.gather(scattered)
+    store.close()
+    with DiskStore.open(tmp_path / "rows") as again:
+        assert torch.equal(all_rows(again), values)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_failing_write_stops_the_store_and_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]

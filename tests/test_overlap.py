@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,9 +46,50 @@ def test_the_definitions_on_made_up_times() -> None:
     cell = summarise_times(times)
     assert cell["fetch"] == pytest.approx(0.4) and cell["exposed"] == pytest.approx(0.1)
     assert cell["hidden"] == pytest.approx(0.75) and cell["overhead"] == pytest.approx(0.3)
-    assert cell["reason"] is None and cell["quartiles"]["sync"] == [1.6, 1.6]
+    assert cell["reason"] is None and cell["quartiles"]["sync"] == [1.6, 1.6] and cell["exposed_error"] == 0
     small = summarise_times({**times, "sync": [1.25] * 5})
     assert small["hidden"] is None and "under 5%" in small["reason"]
+    spread = summarise_times({**times, "prefetch": [1.3, 1.2, 1.4, 1.3]} | {"ready": [1.2] * 4})
+    assert spread["exposed_error"] == pytest.approx(1.57 * 0.15 / 2)
+
+
+def test_the_table_shows_the_error_where_it_is_known() -> None:
+    cell = {"layers": [1], "store": "s", "phase": "train", "launch": "ahead", "exposed": 0.001, "fetch": 0.02}
+    found = {"cells": [{**cell, "hidden": 0.95}, {**cell, "layers": [3], "hidden": None, "exposed_error": 0.0042}]}
+    lines = overlap.hidden_table(found, "train", "ahead").splitlines()
+    assert lines[2] == "| s | 20.0 | 1.0 ms, 95% hidden | 1.0 ± 4.2 ms |"
+
+
+def test_disturbed_rounds_are_measured_again_and_counted_where_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    made: list[int] = []
+    clock = [0.0, 0.0]
+
+    def one_round() -> int:
+        clock[0] += 1.0
+        clock[1] += shares[len(made)] * (overlap.os.cpu_count() or 1)
+        made.append(len(made))
+        return made[-1]
+
+    monkeypatch.setattr(overlap.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(overlap, "_foreign_seconds", lambda: clock[1])
+    for given, expected in (
+        ([0.0, 0.5, 0.05, 0.2, 0.0], ([0, 2, 4], 0)),
+        ([0.5, 0.0] + [0.3] * 7, ([1, 0, 2], 2)),
+    ):
+        shares[:], made[:] = given, []
+        assert overlap.undisturbed(one_round, 3, 0.1) == expected and len(made) == len(given)
+    made.clear()
+    shares[:] = [0.9] * 3
+    assert overlap.undisturbed(one_round, 3, None) == ([0, 1, 2], 0)
+
+
+def test_what_this_process_computes_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = {"user": 5.0, "nice": 0.5, "system": 2.0, "idle": 100.0, "iowait": 7.0, "guest": 3.0}
+    monkeypatch.setattr(overlap.psutil, "cpu_times", lambda: SimpleNamespace(**cores))
+    own = SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=4.0, system=1.0))
+    monkeypatch.setattr(overlap.psutil, "Process", lambda: own)
+    assert overlap._foreign_seconds() == 2.5
 
 
 def test_the_first_block_with_nothing_exposed() -> None:
@@ -82,12 +124,31 @@ def test_the_variants_fetch_when_they_say_they_do(tmp_path: Path) -> None:
     cell.prefetched()
     assert (counters.fetches, counters.ahead) == (3, 1)
     train = Cell(site, "train", "ahead")
+    patched = counters.patched_rows
     train.prefetched()
-    assert counters.updates == 1 and counters.ahead == 2 and len(site.handle.memory.ahead()) == 1
-    ahead = counters.ahead
+    assert counters.updates == 2, "of the step before, and of the timed one"
+    assert counters.ahead == 3 and len(site.handle.memory.ahead()) == 1
+    assert counters.patched_rows > patched, "the step before changed rows of the timed one, and this one of the next"
+    ahead, updates, fetches = counters.ahead, counters.updates, counters.fetches
     for variant in (train.sync, train.without, train.sync):
         variant()
     assert counters.ahead == ahead, "what one variant prefetched serves no other"
+    assert (counters.updates, counters.fetches) == (updates + 4, fetches + 4)
+    train.ready()
+    assert (counters.updates, counters.fetches, counters.ahead) == (updates + 6, fetches + 6, ahead + 2)
+
+
+def test_only_a_prefetched_step_begins_while_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(_config(stores=["host"]), (1,), "host", tmp_path)
+    fetcher = site.handle.memory.layer(1).table.fetcher
+    assert fetcher is not None
+    cell, drained = Cell(site, "train", "ahead"), []
+    original = fetcher.drain
+    monkeypatch.setattr(fetcher, "drain", lambda: drained.append(1) or original())
+    for variant, count in (("ready", 1), ("sync", 1), ("without", 1), ("prefetched", 0)):
+        drained.clear()
+        getattr(cell, variant)()
+        assert len(drained) == count, variant
 
 
 def test_every_cell_is_measured_and_complete() -> None:
@@ -97,7 +158,7 @@ def test_every_cell_is_measured_and_complete() -> None:
         assert all(cell[f"t_{name}"] > 0 for name in overlap.VARIANTS)
         assert cell["rows_per_token"] == 2 * len(cell["layers"]) and cell["row_bytes"] == 32
         assert cell["tokens"] == (2 if cell["phase"] == "decode" else 12) and cell["kind"] == "host"
-        assert (cell["hidden"] is None) == (cell["reason"] is not None)
+        assert (cell["hidden"] is None) == (cell["reason"] is not None) and cell["disturbed"] == 0
     assert torch.get_num_threads() == 1
     json.dumps(found)
 
@@ -140,6 +201,7 @@ def test_the_command_writes_json_and_a_figure(tmp_path: Path, capsys: pytest.Cap
         ({"placements": [[2]]}, r"placements: \[2\]; the backbone has blocks 0..1"),
         ({"phases": ["sleep"]}, "phases"),
         ({"rounds": 1}, "rounds: 1 must be at least 3"),
+        ({"foreign": 1.5}, "foreign: 1.5 must lie between 0 and 1, or null"),
         ({"memory": {"head": 1}}, "memory.head: unknown key"),
     ],
 )

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engram.eval.bench_disk import disk_table
+from engram.eval.bench_gather import gather_table
 from engram.eval.overlap import hidden_table
 from engram.eval.report import markdown_table, read_result, verdict
 
@@ -28,7 +30,7 @@ def test_the_examples_run(name: str, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_quickstart_table_is_that_of_the_committed_results() -> None:
     results = [read_result(path) for path in sorted((ROOT / "eval" / "results" / "quickstart").glob("*.json"))]
     assert len(results) == 2
-    block = README.partition("<!-- quickstart -->\n")[2].partition("<!-- /quickstart -->")[0]
+    block = _block("README.md", "quickstart")
     assert markdown_table(results) in block and verdict(results) in block
     assert results[0]["hardware"]["cpu"] in block and results[0]["versions"]["torch"] in block
 
@@ -46,10 +48,30 @@ def test_the_difference_of_three_seeds_is_that_of_the_committed_study() -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/stores.md"])
 def test_the_overlap_table_is_that_of_the_committed_measurement(page: str) -> None:
     found = json.loads((ROOT / "eval" / "results" / "overlap-cpu.json").read_text(encoding="utf-8"))
-    block = (
-        (ROOT / page).read_text(encoding="utf-8").partition("<!-- overlap -->\n")[2].partition("<!-- /overlap -->")[0]
-    )
+    block = _block(page, "overlap")
     assert hidden_table(found) in block and found["hardware"]["cpu"]["model"] in block
+
+
+def test_the_training_table_is_that_of_the_committed_measurement() -> None:
+    found = json.loads((LOG.parent / "overlap-cpu-train.json").read_text(encoding="utf-8"))
+    block = _block("docs/stores.md", "overlap-train")
+    assert hidden_table(found, "train", "ahead") in block and found["hardware"]["cpu"]["model"] in block
+    assert {cell["phase"] for cell in found["cells"]} == {"train"}
+
+
+def test_the_tables_of_reads_are_those_of_the_committed_benchmark() -> None:
+    found = read_result(LOG.parent / "bench-cpu.json")
+    assert found["config"]["only"] == [], "the whole benchmark in one run"
+    gather, disk = _block("docs/stores.md", "gather"), _block("docs/stores.md", "disk")
+    assert gather_table(found["metrics"]["claims"]) in gather and disk_table(found["metrics"]["claims"]) in disk
+    for block in (gather, disk):
+        assert found["hardware"]["cpu"] in block and f"medians of {found['config']['rounds']} rounds" in block
+
+
+def _block(page: str, name: str) -> str:
+    """What stands between the markers of a page; empty where they are not there."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return text.partition(f"<!-- {name} -->\n")[2].partition(f"<!-- /{name} -->")[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -351,7 +352,7 @@ def test_forwards_that_end_early_keep_no_writes() -> None:
         memory.start(torch.randint(0, 100, (2, 9)))
         memory(0, torch.randn(2, 9, 16)), memory(2, torch.randn(2, 9, 16))
         memory.layer(0).table.write(torch.tensor([3]), torch.ones(1, 6))
-    assert len(fetcher._recent) <= 1 and len(fetcher._open) <= 1
+    assert len(fetcher._open) <= 1
 
 
 def test_a_model_with_host_rows_can_be_copied() -> None:
@@ -374,6 +375,43 @@ def test_patching_overwrites_exactly_the_common_rows() -> None:
     count = patch(values, torch.tensor([7, 3, 9, 3, 100]), torch.tensor([3, 8, 9]), new)
     assert count == 3 and values[:, 0].tolist() == [0, 1, 3, 1, 0]
     assert patch(values, torch.empty(0, dtype=torch.int64), torch.tensor([3]), torch.ones(1, 2)) == 0
+    assert patch(values, torch.tensor([7]), torch.empty(0, dtype=torch.int64), torch.ones(0, 2)) == 0
+    near = torch.tensor([3 + 64, 3 + 2**40, 8 + 4096, 2**62 + 9, 2])  # the same last bits are another row
+    assert patch(values, near, torch.tensor([3, 8, 9]), new) == 0
+    for _ in range(5):
+        ids_U, ids_n = torch.randint(0, 3000, (500,)).unique(), torch.randint(0, 3000, (800,))
+        values, new = torch.randn(800, 3), torch.randn(len(ids_U), 3)
+        lookup = dict(zip(ids_U.tolist(), new, strict=True))
+        expected = torch.stack([lookup.get(row, old) for row, old in zip(ids_n.tolist(), values.clone(), strict=True)])
+        assert patch(values, ids_n, ids_U, new) == sum(row in lookup for row in ids_n.tolist()) > 50
+        assert torch.equal(values, expected)
+
+
+def test_rows_are_patched_before_a_slow_write_and_no_layer_waits_for_it() -> None:
+    store, release, written = HostStore(SPEC), threading.Event(), threading.Event()
+    plain = store.update
+
+    def slow(ids_U: Tensor, values_UW: Tensor) -> None:
+        release.wait(5)
+        plain(ids_U, values_UW)
+        written.set()
+
+    store.update = slow  # type: ignore[method-assign]
+    fetcher = Fetcher(store, "memory layer 1")
+    ids, before = torch.tensor([5, 3, 5, 8]), store.gather(torch.tensor([5, 3, 5, 8]))
+    ticket, dropped = fetcher.launch(ids, ahead=True), fetcher.launch(ids, ahead=True)
+    fetcher.write(torch.tensor([2, 5]), torch.ones(2, 12))
+    dropped.drop()
+    try:
+        found = ticket.wait()
+        assert torch.equal(found, torch.where(ids.unsqueeze(1) == 5, 1.0, before)) and not written.is_set()
+        assert torch.equal(dropped.wait(), found), "dropped after the write, so it has been patched, too"
+        assert fetcher.counters.patched_rows == 4
+        fetcher.write(torch.tensor([8]), torch.ones(1, 12))
+    finally:
+        release.set()
+    assert ticket.wait()[3].eq(1).all() and dropped.wait()[3].eq(1).all(), "what was handed out is read again"
+    fetcher.close()
 
 
 def test_rows_on_disk_belong_to_one_hash_and_need_a_folder(tmp_path: Path) -> None:
@@ -472,8 +510,6 @@ def test_an_ended_worker_is_an_error() -> None:
 
 
 def test_a_lost_worker_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     from engram import prefetch
 
     monkeypatch.setattr(prefetch, "TIMEOUT", 0.05)

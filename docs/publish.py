@@ -3,6 +3,8 @@
     .venv/bin/python docs/publish.py quickstart runs/quickstart
     .venv/bin/python docs/publish.py overlap runs/overlap         # engram overlap configs/overlap/cpu.yaml --out ...
     .venv/bin/python docs/publish.py overlap-train runs/train     # engram overlap configs/overlap/cpu-train.yaml ...
+    .venv/bin/python docs/publish.py overlap-train-disk runs/train-disk        # ... configs/overlap/cpu-train-disk.yaml
+    .venv/bin/python docs/publish.py compile runs/compile         # engram bench --compile-only --out runs/compile
     .venv/bin/python docs/publish.py bench runs/bench             # OMP_NUM_THREADS=1 engram bench --out runs/bench
 
 Copies result files to eval/results/, figures to docs/figures/, and rewrites the tables between their markers.
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engram.eval.bench import compiled_table
 from engram.eval.bench_disk import disk_table
 from engram.eval.bench_gather import gather_table
 from engram.eval.overlap import hidden_table
@@ -66,9 +69,19 @@ def publish_overlap_train(run: Path) -> None:
     _rewrite("docs/stores.md", "overlap-train", overlap_train_block())
 
 
+def publish_overlap_train_disk(run: Path) -> None:
+    """The same for configs/overlap/cpu-train-disk.yaml."""
+    shutil.copyfile(run / "overlap.json", RESULTS / "overlap-cpu-train-disk.json")
+    _rewrite("docs/stores.md", "overlap-train", overlap_train_block())
+
+
 def overlap_train_block() -> str:
-    """The committed overlap measurement of training as Markdown."""
-    found = _read("overlap-cpu-train")
+    """The committed overlap measurements of training as Markdown: from RAM and a link, then from a file."""
+    return "\n".join(_training(name) for name in ("overlap-cpu-train", "overlap-cpu-train-disk"))
+
+
+def _training(name: str) -> str:
+    found = _read(name)
     cells = [cell for cell in found["cells"] if cell["launch"] == "ahead"]
     shares = sorted(cell["fetch"] / cell["t_ready"] for cell in cells)
     shape = f"{cells[0]['tokens']} tokens, {cells[0]['rows_per_token']} rows of {cells[0]['row_bytes']} B a token"
@@ -108,6 +121,18 @@ def disk_block() -> str:
     return f"{about}:\n\n{disk_table(found['metrics']['claims'])}{ending}"
 
 
+def publish_compile(run: Path) -> None:
+    """The folder of `engram bench --compile-only --out` -> committed result and the block of docs/kernels.md."""
+    shutil.copyfile(run / "compile.json", RESULTS / "compile.json")
+    _rewrite("docs/kernels.md", "compile", compile_block())
+
+
+def compile_block() -> str:
+    """The committed compile report as Markdown."""
+    found = _read("compile")
+    return f"{found['compiled']} compiled with Triton {found['versions']['triton']}:\n\n{compiled_table(found)}"
+
+
 def _read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
@@ -133,7 +158,9 @@ PUBLISH: dict[str, Callable[[Path], None]] = {
     "quickstart": publish_quickstart,
     "overlap": publish_overlap,
     "overlap-train": publish_overlap_train,
+    "overlap-train-disk": publish_overlap_train_disk,
     "bench": publish_bench,
+    "compile": publish_compile,
 }
 
 if __name__ == "__main__":

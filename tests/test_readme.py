@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engram.eval.bench import compiled_table
 from engram.eval.bench_disk import disk_table
 from engram.eval.bench_gather import gather_table
 from engram.eval.overlap import hidden_table
@@ -52,8 +53,9 @@ def test_the_overlap_table_is_that_of_the_committed_measurement(page: str) -> No
     assert hidden_table(found) in block and found["hardware"]["cpu"]["model"] in block
 
 
-def test_the_training_table_is_that_of_the_committed_measurement() -> None:
-    found = json.loads((LOG.parent / "overlap-cpu-train.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("name", ["overlap-cpu-train", "overlap-cpu-train-disk"])
+def test_the_training_table_is_that_of_the_committed_measurement(name: str) -> None:
+    found = json.loads((LOG.parent / f"{name}.json").read_text(encoding="utf-8"))
     block = _block("docs/stores.md", "overlap-train")
     assert hidden_table(found, "train", "ahead") in block and found["hardware"]["cpu"]["model"] in block
     assert {cell["phase"] for cell in found["cells"]} == {"train"}
@@ -66,6 +68,11 @@ def test_the_tables_of_reads_are_those_of_the_committed_benchmark() -> None:
     assert gather_table(found["metrics"]["claims"]) in gather and disk_table(found["metrics"]["claims"]) in disk
     for block in (gather, disk):
         assert found["hardware"]["cpu"] in block and f"medians of {found['config']['rounds']} rounds" in block
+
+
+def test_the_compile_report_is_the_committed_one() -> None:
+    found = json.loads((LOG.parent / "compile.json").read_text(encoding="utf-8"))
+    assert compiled_table(found) in _block("docs/kernels.md", "compile") and not found["failed"]
 
 
 def _block(page: str, name: str) -> str:

@@ -41,18 +41,18 @@ part() {
 workers=()
 "$PYTHON" -c 'import xdist' 2>/dev/null && ! $rehearsal && workers=(-n 8)
 pytest=("$PYTHON" -m pytest -q -p no:cacheprovider -o addopts=--import-mode=importlib)
-sizes=() claims='kernel-*' rounds=30 overlap=configs/overlap/gpu.yaml kernels=(tests/triton) steps=150
+limit=90 sizes=() claims='kernel-*' rounds=30 overlap=configs/overlap/gpu.yaml kernels=(tests/triton) steps=150
 if $rehearsal; then
   export TRITON_INTERPRET=1 ENGRAM_GPU_REHEARSAL=1
   claims='kernel-cpu-*' rounds=3 kernels=(tests/triton/test_rows.py tests/triton/test_kernel_claims.py) steps=10
-  overlap=configs/overlap/cpu.yaml
+  overlap=configs/overlap/cpu.yaml limit=300
   sizes=(--set 'placements=[[0], [1]]' --set 'stores=[host, pinned]' --set 'phases=[prefill, train]' --set seq_len=32 --set rounds=3)
 fi
 
 part "versions" 60 bash -c 'engram info --json > "$1"' info "$OUT/info.json"
 part "kernels against plain torch" 110 "${pytest[@]}" "${workers[@]}" "${kernels[@]}"
 green=$?
-part "places, streams, graphs" 90 "${pytest[@]}" tests/gpu
+part "places, streams, graphs" "$limit" "${pytest[@]}" tests/gpu
 if [ $green -eq 0 ]; then
   $rehearsal && unset TRITON_INTERPRET
   part "kernel claims" 90 bash -c 'engram bench --only "$1" --rounds "$2" --out "$3" && mv "$3/bench.json" "$4"' \

@@ -47,7 +47,9 @@ class StreamFuture:
         return self.value
 
     def done(self) -> bool:
-        """Whether the GPU has finished the call."""
+        """Whether the GPU has finished the call; not asked, and False, while a graph is captured."""
+        if self.error is None and torch.cuda.is_current_stream_capturing():
+            return False
         return self.error is not None or self.ended is None or bool(self.ended.query())
 
 

@@ -26,7 +26,7 @@ class BufferPool:
         """An uninitialised tensor [count, width]; its memory comes back by itself."""
         size = dtype.itemsize * count * width
         if not size:
-            return torch.empty(count, width, dtype=dtype)
+            return torch.empty(count, width, dtype=dtype, device="cpu")
         with self._lock:
             free = [
                 index

@@ -160,9 +160,9 @@ def hash_rows(
     batch, length = ids_BT.shape
     shape = (constants.groups, batch, length - skip, constants.columns)
     out_GBTC = _numbers.take(math.prod(shape), 1, torch.int64).view(shape)
-    flags, numbers = torch.empty(0, 0, dtype=torch.bool), torch.empty(0, 0, dtype=torch.int64)
+    flags, numbers = (torch.empty(0, 0, dtype=kind, device="cpu") for kind in (torch.bool, torch.int64))
     class_of = numbers.view(0) if constants.class_of is None else constants.class_of
-    orders_C = torch.tensor(constants.orders).repeat_interleave(constants.heads)
+    orders_C = torch.tensor(constants.orders, device="cpu").repeat_interleave(constants.heads)
     tensors = [ids_BT.contiguous(), class_of]
     tensors += [absent if t is None else t.contiguous() for t, absent in ((pad_BT, flags), (dead_BT, flags))]
     tensors += [numbers if segment_BT is None else segment_BT.contiguous(), constants.eos_E]
@@ -184,11 +184,11 @@ def hash_rows(
 
 def compile_passes() -> None:
     """Compile (or load from numba's cache) every pass, on one row."""
-    one = torch.ones(1, 1)
-    sum_duplicates(torch.zeros(1, dtype=torch.int64), one)
+    one = torch.ones(1, 1, device="cpu")
+    sum_duplicates(torch.zeros(1, dtype=torch.int64, device="cpu"), one)
     rowwise_adam(one, one, one[0], 0.0, 0.0, 1.0)
     rowwise_adagrad(one, one, one[0], 0.0, 1.0)
-    line_1, none = torch.ones(1, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    line_1, none = (torch.ones(size, dtype=torch.int64, device="cpu") for size in (1, 0))
     switches = {"xor": True, "narrow": False, "exact_reciprocal": False}
     constants = HashConstants(line_1.view(1, 1), line_1, line_1, line_1, none, None, (1,), 1, 1, 0, **switches)
     hash_rows(line_1.view(1, 1), constants)
@@ -203,9 +203,9 @@ def sum_duplicates(ids_n: Tensor, grads_nW: Tensor) -> tuple[Tensor, Tensor, Ten
     """As in kernels/reference.py."""
     order_n = torch.argsort(ids_n, stable=True)
     unique_U, counts_U = torch.unique_consecutive(ids_n[order_n], return_counts=True)
-    starts = torch.zeros(len(counts_U) + 1, dtype=torch.int64)
+    starts = torch.zeros(len(counts_U) + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(counts_U, 0, out=starts[1:])
-    sums_UW = torch.zeros(len(unique_U), grads_nW.shape[1])
+    sums_UW = torch.zeros(len(unique_U), grads_nW.shape[1], device="cpu")
     grads = grads_nW.contiguous().numpy()
     _functions()["sum_sorted"](order_n.numpy(), starts.numpy(), grads, sums_UW.numpy())
     return unique_U, sums_UW, order_n[starts[:-1]]

@@ -308,7 +308,7 @@ def gather_rows(
 
     out        written in place of a new tensor; dtype: of a new one (fp32 or bf16).
     programs   at most so many run at once; None fills the GPU, BACKGROUND leaves it to others.
-    Negative numbers give zeros, those past the table NaN. Raises ValueError for a table that does not fit, and for 2^31
+    Negative numbers give zeros, those past the table NaN. Raises ValueError for a table that does not fit, and for 2^30
     look-ups and more.
     """
     row = _row_elements(table, kind, width)

@@ -79,9 +79,12 @@ def processors(device: torch.device) -> int:
 
 
 def check_count(name: str, count: int) -> None:
-    """Places in a batch are 32-bit inside the kernels (addresses are 64-bit). Raises ValueError for more."""
-    if count >= 2**31:
-        raise ValueError(f"{name}: {count:,} look-ups in one call; a kernel takes fewer than 2^31, so split the batch")
+    """Places in a batch are 32-bit inside the kernels (addresses are 64-bit), and loops pass the end by a tile or so.
+
+    Raises ValueError for 2^30 look-ups and more.
+    """
+    if count >= 2**30:
+        raise ValueError(f"{name}: {count:,} look-ups in one call; a kernel takes fewer than 2^30, so split the batch")
 
 
 def serves(*tensors: Tensor) -> bool:

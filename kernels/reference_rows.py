@@ -293,7 +293,7 @@ def mix64(x: Tensor) -> Tensor:
 
 def rounding_key(seed: int, step: int) -> int:
     """What the random bits of one step are made from, as signed int64."""
-    start = torch.tensor([seed, step], dtype=torch.int64)
+    start = torch.tensor([seed, step], dtype=torch.int64, device="cpu")
     return int(mix64(mix64(start[0] + GAMMA) + (start[1] + 1) * GAMMA))
 
 

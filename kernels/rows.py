@@ -228,7 +228,7 @@ def hash_rows(
     skip: int = 0,
     masked: Tensor | None = None,
 ) -> Tensor:
-    """See kernels/reference_rows.py. Raises ValueError for 2^31 look-ups and more."""
+    """See kernels/reference_rows.py. Raises ValueError for 2^30 look-ups and more."""
     batch, length = ids_BT.shape
     shape = (constants.groups, batch, length - skip, constants.columns)
     out = torch.empty(shape, dtype=torch.int64, device=ids_BT.device)

@@ -67,6 +67,17 @@ def test_row_numbers_of_every_family_with_every_border(family: str) -> None:
     assert cpu.hash_rows(empty, constants).shape == (len(cfg.layers), 2, 0, cfg.columns)
 
 
+def test_passes_on_a_cpu_do_not_depend_on_the_default_device() -> None:
+    constants = NgramHash(families.get("toy"), 1).constants
+    ids, grads = torch.tensor([[5, 6, 7]]), torch.randn(3, 4)
+    with torch.device("meta"):
+        cpu.compile_passes()
+        rows = cpu.hash_rows(ids, constants)
+        sums = cpu.sum_duplicates(torch.tensor([1, 1, 2], device="cpu"), grads)[1]
+    assert rows.device.type == sums.device.type == "cpu"
+    assert torch.equal(rows, reference_rows.hash_rows(ids, constants))
+
+
 def test_golden_rows_through_the_dispatcher(choice: pytest.MonkeyPatch) -> None:
     golden = families.golden()["toy"]
     for version in ("numba", "reference"):

@@ -84,6 +84,16 @@ def test_pinned_rows_without_a_device_stay_pageable_and_say_so(caplog: pytest.Lo
     assert "24,000 bytes asked, 0 got (there is no CUDA device)" in caplog.text and "ulimit -l" in caplog.text
 
 
+def test_the_self_test_of_pinned_rows_takes_any_table_and_any_default_device() -> None:
+    """Row numbers beyond 2^24, and a model that is built under the context of its device."""
+    store = PinnedStore(TableSpec(2**25 + 4, 1, zeros=True))
+    with torch.device("meta"):
+        store.self_test()
+    store.rows[-1] = torch.nan  # the last row is among those that are read
+    with pytest.raises(RuntimeError, match=f"row {2**25 + 3} came back different"):
+        store.self_test()
+
+
 def test_a_refused_registration_unlocks_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     from engram.stores import host
 

@@ -127,6 +127,7 @@ def test_times_are_those_of_events_and_a_capture_takes_none(events: Events) -> N
     futures[1].result()
     assert worker.times() == {"wait": 0.5} and worker.times() == {}
     events.capturing, events.log = True, []
+    assert not futures[0].done(), "an event must not be queried while a graph is captured"
     worker.submit(fetch).result()
     assert all("not timed" in line for line in events.log if line.startswith("event")) and worker.times() == {}
 

@@ -4,8 +4,9 @@
 
 Reported per kernel, variant and target: registers a thread, spills (stack and local memory), shared memory, how wide
 global loads and stores are, and instructions. A variant fails when it spills, when a row that is a multiple of 16 bytes
-is not read and written 16 bytes at a time, or when it needs more registers than its limit: 40 for a plain gather (so
-that twelve programs of four warps fit a processor), 72 where rows are also decoded or hashed.
+is not read and written 16 bytes at a time, or when it needs more registers than its limit: 40 for a plain gather of
+rows in one block (so that twelve programs of four warps fit a processor), 72 where rows are decoded, hashed, or read in
+several blocks of columns (160 = 5 x 32: 46 to 56).
 
 NVIDIA: registers from the disassembler in the Triton wheel. AMD: from the assembly's metadata.
 """
@@ -108,7 +109,8 @@ def gather_variants(names: Sequence[str], widths: Sequence[int], outs: Sequence[
             for out in outs:
                 types = {"table": FORMATS[name][1], "ids": "*i64", "out": out}
                 types |= dict.fromkeys(("held", "total", "width"), "i32")
-                limit = GATHER_REGISTERS if FORMATS[name][0] == PLAIN else FUSED_REGISTERS
+                one_block = gather.tile(width, FORMATS[name][2], MANY, PROGRAMS).block >= width
+                limit = GATHER_REGISTERS if FORMATS[name][0] == PLAIN and one_block else FUSED_REGISTERS
                 yield Variant(
                     f"gather {name} {width} -> {out[1:]}",
                     gather.gather_kernel,
@@ -170,7 +172,8 @@ def update_variants(rules: Sequence[str], widths: Sequence[int], tables: Sequenc
                         "ROUND": table == "*bf16",
                     }
                     name = f"{rule} {table[1:]} {width}{' of sums' if summed else ''}"
-                    yield Variant(name, scatter.rows_kernel, types, constants, how["num_warps"])
+                    warps, most = how["num_warps"], scatter.REGISTERS
+                    yield Variant(name, scatter.rows_kernel, types, constants, warps, most, at_most=most)
 
 
 def other_variants(widths: Sequence[int]) -> Iterator[Variant]:

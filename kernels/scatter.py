@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from engram.kernels import reference, reference_rows
-from engram.kernels.launch import INTERPRETED, NO_FUSION, check_count, on, power_of_two, runs, tl, triton
+from engram.kernels.launch import INTERPRETED, NO_FUSION, at_most, check_count, on, power_of_two, runs, tl, triton
 from engram.kernels.reference_rows import GAMMA, MIX_1, MIX_2, RULES, Rule, rounding_key
 
 SPLIT = 256  # places of a segment that one program adds up itself
+REGISTERS = 64  # of the row kernel, at most: left alone, ptxas aims at 40 and spills on sm_80
 ROWS = 4  # gradients that are in flight at once
 SUM = 0  # RULE of the kernel: 0 sums only, else 1 + the place in RULES
 _GAMMA, _M1, _M2 = tl.constexpr(GAMMA), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
@@ -262,6 +263,7 @@ def _launch(
             ROUND=table.dtype == torch.bfloat16,
             **layout(grads.shape[1]),
             **NO_FUSION,
+            **at_most(REGISTERS),
         )
 
 

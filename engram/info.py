@@ -40,6 +40,13 @@ def machine() -> dict[str, Any]:
     }
 
 
+def foreign_seconds() -> float:
+    """Seconds, summed over all cores, that they were busy for anything but this process: look at its growth."""
+    cores, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    busy = sum(getattr(cores, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+    return float(busy - own.user - own.system)
+
+
 def print_machine(result: dict[str, Any]) -> None:
     """The result of `machine` as a table."""
     table = Table(show_header=False, title="engram info")

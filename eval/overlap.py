@@ -20,6 +20,7 @@ step are still being written, and fetches those of the next one meanwhile.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -31,7 +32,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -45,7 +45,7 @@ from engram.config import EngramConfig
 from engram.eval.figures import exposed_by_layer, save_png
 from engram.eval.plan import Speed, exposed_times, fetch_time
 from engram.eval.report import write_json
-from engram.info import machine
+from engram.info import foreign_seconds, machine
 from engram.prefetch import Fetcher
 from engram.stores import DiskStore, HostStore, TableSpec
 from engram.strict import apply_overrides, check_fields, from_dict, load_yaml, require, to_dict
@@ -76,6 +76,8 @@ class OverlapConfig:
     pool        different batches that take turns, so that rows are not in the processor's cache.
     threads     compute threads; null is all cores but one.
     device      "auto" is a GPU where there is one. dtype is the backbone's.
+    keep        freed memory stays with the process, where the C library can (glibc). Else large temporaries are given
+                back and faulted in again, in some steps and not in others: 30 of 130 ms in one training step.
     foreign     share of all cores; a round during which other programs took more is measured again (hiding needs a free
                 core), until there are three times `rounds`. Null takes every round.
     """
@@ -97,6 +99,7 @@ class OverlapConfig:
     threads: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    keep: bool = False
     foreign: float | None = None
     seed: int = 0
 
@@ -166,6 +169,8 @@ def run_config(config: str, overrides: list[str], out: str | None = None) -> dic
 def measure(cfg: OverlapConfig, quiet: bool = False) -> dict[str, Any]:
     """Every cell of a configuration -> {"config", "hardware", "cells", "first_hidden"}."""
     before = torch.get_num_threads()
+    if cfg.keep:
+        keep_freed_memory()
     torch.set_num_threads(cfg.threads or max(1, (os.cpu_count() or 2) - 1))
     plan = [(layers, store) for layers in cfg.placements for store in cfg.stores]
     cells = []
@@ -185,6 +190,16 @@ def measure(cfg: OverlapConfig, quiet: bool = False) -> dict[str, Any]:
         return {"config": to_dict(cfg), "hardware": machine(), "cells": cells, "first_hidden": first_hidden(cells)}
     finally:
         torch.set_num_threads(before)
+
+
+def keep_freed_memory() -> bool:
+    """From now on this process keeps memory that it frees -> whether the C library can do that (glibc's mallopt)."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library
+        return False
+    m_trim_threshold, m_mmap_max, never = -1, -4, -1
+    return bool(mallopt(m_mmap_max, 0) and mallopt(m_trim_threshold, never))
 
 
 class Site:
@@ -384,18 +399,11 @@ def undisturbed(one_round: Callable[[], Any], count: int, limit: float | None) -
     clean: list[Any] = []
     rest: list[Any] = []
     while len(clean) < count and len(clean) + len(rest) < 3 * count:
-        began, others = time.perf_counter(), _foreign_seconds()
+        began, others = time.perf_counter(), foreign_seconds()
         found = one_round()
-        share = (_foreign_seconds() - others) / (time.perf_counter() - began) / (os.cpu_count() or 1)
+        share = (foreign_seconds() - others) / (time.perf_counter() - began) / (os.cpu_count() or 1)
         (clean if limit is None or share <= limit else rest).append(found)
     return (clean + rest)[:count], max(0, count - len(clean))
-
-
-def _foreign_seconds() -> float:
-    """Time of all cores that was neither idle nor this process's."""
-    cores, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    busy = sum(getattr(cores, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
-    return float(busy - own.user - own.system)
 
 
 def summarise_times(times: dict[str, list[float]]) -> dict[str, Any]:

@@ -69,10 +69,14 @@ def test_the_command_prints_claims(tiny: None, capsys: pytest.CaptureFixture[str
     assert [one["id"] for one in found["reported"]] in (["disk-warm-mapping"], [])
 
     written = read_result(tmp_path / "bench.json")
-    assert written["metrics"] == {"arm": "bench", "claims": found["claims"], "reported": found["reported"]}
+    assert written["metrics"] == {"arm": "bench", **{name: found[name] for name in ("claims", "reported", "foreign")}}
     assert written["config"]["rounds"] == 2 and written["config"]["disk"]["lookups"] == 200 and written["seed"] == 0
-    bench.show(found)
-    assert "…" not in capsys.readouterr().out  # names are whole in a narrow terminal too
+    bench.show({**found, "foreign": 0.2})
+    shown = capsys.readouterr().out
+    assert "…" not in shown  # names are whole in a narrow terminal too
+    assert "not a quiet machine: other programs took 20% of all cores" in " ".join(shown.split())
+    bench.show({**found, "foreign": 0.01})
+    assert "not a quiet" not in capsys.readouterr().out
 
 
 def test_only_claims_that_are_asked_for_are_timed(

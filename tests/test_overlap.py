@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from engram import info
 from engram.cli import main
 from engram.eval import overlap
 from engram.eval.overlap import (
@@ -72,7 +75,7 @@ def test_disturbed_rounds_are_measured_again_and_counted_where_they_stay(monkeyp
         return made[-1]
 
     monkeypatch.setattr(overlap.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(overlap, "_foreign_seconds", lambda: clock[1])
+    monkeypatch.setattr(overlap, "foreign_seconds", lambda: clock[1])
     for given, expected in (
         ([0.0, 0.5, 0.05, 0.2, 0.0], ([0, 2, 4], 0)),
         ([0.5, 0.0] + [0.3] * 7, ([1, 0, 2], 2)),
@@ -84,12 +87,48 @@ def test_disturbed_rounds_are_measured_again_and_counted_where_they_stay(monkeyp
     assert overlap.undisturbed(one_round, 3, None) == ([0, 1, 2], 0)
 
 
+def test_freed_memory_is_kept_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(overlap, "keep_freed_memory", lambda: kept.append(1))
+    measure(_config(stores=["host"], placements=[[1]], phases=["prefill"]), quiet=True)
+    assert not kept
+    measure(_config(stores=["host"], placements=[[1]], phases=["prefill"], keep=True), quiet=True)
+    assert kept
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+def test_large_temporaries_are_not_faulted_in_again_when_memory_is_kept() -> None:
+    """In a process of its own, since it cannot be undone: page faults of 32 MB allocated again and again."""
+    program = """
+import resource, sys, torch
+from engram.eval.overlap import keep_freed_memory
+if sys.argv[1] == "keep" and not keep_freed_memory():
+    print("no glibc")
+    sys.exit()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(2):
+    torch.ones(2**23)
+before = faults()
+for _ in range(5):
+    torch.ones(2**23)
+print(faults() - before)
+"""
+    found = [
+        subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True).stdout.strip()
+        for how in ("keep", "give back")
+    ]
+    if found[0] == "no glibc" or int(found[1]) < 20_000:
+        pytest.skip("another C library, or huge pages")
+    assert int(found[0]) <= int(found[1]) / 3
+
+
 def test_what_this_process_computes_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = {"user": 5.0, "nice": 0.5, "system": 2.0, "idle": 100.0, "iowait": 7.0, "guest": 3.0}
-    monkeypatch.setattr(overlap.psutil, "cpu_times", lambda: SimpleNamespace(**cores))
+    monkeypatch.setattr(info.psutil, "cpu_times", lambda: SimpleNamespace(**cores))
     own = SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=4.0, system=1.0))
-    monkeypatch.setattr(overlap.psutil, "Process", lambda: own)
-    assert overlap._foreign_seconds() == 2.5
+    monkeypatch.setattr(info.psutil, "Process", lambda: own)
+    assert info.foreign_seconds() == 2.5
 
 
 def test_the_first_block_with_nothing_exposed() -> None:

@@ -127,9 +127,9 @@ class Fetcher:
             times = self._worker.times()
             self.counters.fetch_seconds += times.get(self._gather.__name__, 0.0)
             self.counters.exposed_seconds += times.get("wait", 0.0)
-        if self._patched is not None:
-            self.counters.patched_rows += int(self._patched)
-            self._patched = None
+            if self._patched is not None:
+                self.counters.patched_rows += self._worker.number(self._patched)
+                self._patched = None
         return self.counters
 
     def launch(self, ids_n: Tensor, ahead: bool = False) -> Ticket:

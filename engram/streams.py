@@ -6,6 +6,8 @@
 The same interface as one thread of a ThreadPoolExecutor, so that engram/prefetch.py orders reads and writes in one way
 for both. All workers of one GPU share a stream: two look-ups at once starve each other. Everything here may be captured
 in a CUDA graph: the side stream is joined to the capture when a call is submitted, and joins it again in `result`.
+A replay is not ordered after calls that were submitted outside of the graph: call `memory.flush()` between an update
+and a replay.
 
 Shapes: n looked-up rows, W row width.
 """
@@ -109,6 +111,11 @@ class StreamWorker:
             name, began, ended = self._times.popleft()
             found[name] = found.get(name, 0.0) + float(began.elapsed_time(ended)) / 1e3
         return found
+
+    def number(self, made_on_the_side: Tensor) -> int:
+        """What an integer that calls have made is by now; waits for it."""
+        with torch.cuda.stream(side_stream(self.device)):
+            return int(made_on_the_side)
 
     def shutdown(self) -> None:
         """Take no more calls; what is queued still runs."""

@@ -55,7 +55,7 @@ def run(
     kernels: Any = None,
     compiler: Any = None,
 ) -> dict[str, Any]:
-    """Claims with `rounds` timed rounds each -> {"hardware", "claims", "reported", "foreign"}.
+    """Claims with `rounds` timed rounds each -> {"hardware", "claims", "reported", "foreign", "failed"}.
 
     "reported" is measured and not claimed; "foreign" is the share of all cores that other programs took meanwhile.
     only  patterns like those of file names: claims whose id fits one of them; none of them means all.
@@ -72,18 +72,20 @@ def run(
         bench_disk.require_space()
     began, others = time.perf_counter(), foreign_seconds()
     torch.manual_seed(SEED)
+    failed: dict[str, str] = {}
     claims = [step_time(name, rounds, LARGE) for name in STEPPERS if step_id(name, LARGE) in wanted]
     claims += row_updates(rounds, LARGE // 5, wanted)
     claims += gathers(rounds, wanted)
     if kernels is not None:
-        claims += [kernel_claim(name, measured) for name, measured in kernels.claims(rounds, device, wanted)]
+        claims += kernel_claims(kernels, rounds, device, wanted, failed)
     more, reported = disk_reads(rounds, wanted)
     foreign = (foreign_seconds() - others) / (time.perf_counter() - began) / (os.cpu_count() or 1)
     found = {"hardware": machine(), "claims": claims + more, "reported": reported, "foreign": foreign}
+    found["failed"] = failed
     if out:
         config: dict[str, Any] = {"rounds": rounds, "only": list(only), "rows": LARGE, "gather": bench_gather.sizes()}
         config["disk"] = bench_disk.sizes()
-        metrics = {"arm": "bench", **{name: found[name] for name in ("claims", "reported", "foreign")}}
+        metrics = {"arm": "bench", **{name: found[name] for name in ("claims", "reported", "foreign", "failed")}}
         write_json(Path(out) / "bench.json", result(config, SEED, metrics))
     return found
 
@@ -92,6 +94,20 @@ def _compiled(report: dict[str, Any], out: str | None) -> dict[str, Any]:
     found = {"hardware": machine(), **report}
     if out:
         write_json(Path(out) / "compile.json", found)
+    return found
+
+
+def kernel_claims(
+    kernels: Any, rounds: int, device: torch.device, wanted: Sequence[str], failed: dict[str, str]
+) -> list[dict[str, Any]]:
+    """The wanted kernel claims; one whose check or memory fails has no number, goes to `failed` and stops no other."""
+    found = []
+    for name in kernels.ids(device):
+        if name in wanted:
+            try:
+                found += [kernel_claim(name, measured) for _, measured in kernels.claims(rounds, device, [name])]
+            except RuntimeError as error:
+                failed[name] = str(error)
     return found
 
 
@@ -316,6 +332,8 @@ def show(found: dict[str, Any]) -> None:
         table.add_row(one["id"], *times, *ratio, "met" if one["ok"] else "missed")
     console = Console()
     console.print(table)
+    for name, why in found["failed"].items():
+        console.print(f"{name} failed: {why}")
     for one in found["reported"]:
         console.print(f"{one['id']}: {one['rows_per_second']:,.0f} rows a second (reported, no claim)")
     if found["foreign"] > QUIET:

@@ -36,7 +36,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 import engram.optim
 from engram.attaching import Handle, attach
@@ -157,37 +157,51 @@ class EmulatedStore(HostStore):
 def run_config(config: str, overrides: list[str], out: str | None = None) -> dict[str, Any]:
     """`engram overlap`: a YAML path -> the result of `measure`; with `out`, JSON and figures there, too."""
     cfg = from_dict(OverlapConfig, apply_overrides(load_yaml(config), overrides))
-    found = measure(cfg)
-    if out:
-        folder = Path(out)
-        write_json(folder / "overlap.json", found)
+    folder = None if out is None else Path(out)
+    found = measure(cfg, keep=None if folder is None else lambda part: write_json(folder / "overlap.json", part))
+    if folder is not None:
         for phase, launch in sorted({(cell["phase"], cell["launch"]) for cell in found["cells"]}):
             save_png(exposed_by_layer(found["cells"], phase, launch), folder / f"overlap-{phase}-{launch}.png")
     return found
 
 
-def measure(cfg: OverlapConfig, quiet: bool = False) -> dict[str, Any]:
-    """Every cell of a configuration -> {"config", "hardware", "cells", "first_hidden"}."""
+def measure(
+    cfg: OverlapConfig, quiet: bool = False, keep: Callable[[dict[str, Any]], Any] | None = None
+) -> dict[str, Any]:
+    """Every cell of a configuration -> {"config", "hardware", "cells", "first_hidden"}.
+
+    `keep` gets what is there after each site, so that a run that is cut off leaves what it has measured. One backbone
+    serves all sites, with its first weights at each.
+    """
     before = torch.get_num_threads()
     if cfg.keep:
         keep_freed_memory()
     torch.set_num_threads(cfg.threads or max(1, (os.cpu_count() or 2) - 1))
     plan = [(layers, store) for layers in cfg.placements for store in cfg.stores]
-    cells = []
+    about = {"config": to_dict(cfg), "hardware": machine()}
+    found: dict[str, Any] = {**about, "cells": [], "first_hidden": {}}
     try:
+        model = build(cfg.backbone, cfg.vocab_size, cfg.seed).to(cfg.place, getattr(torch, cfg.dtype))
+        first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with (
             tempfile.TemporaryDirectory(prefix="engram-overlap-", dir=cfg.folder) as folder,
             Progress(console=Console(stderr=True), disable=quiet) as bar,
         ):
             for layers, store in bar.track(plan, description="overlap"):
-                site = Site(cfg, layers, store, Path(folder))
+                model.load_state_dict(first)
+                site = Site(cfg, layers, store, Path(folder), model)
                 for phase in cfg.phases:
                     for launch in ("entry", "ahead") if phase == "train" else ("entry",):
-                        cells.append(Cell(site, phase, launch).measure())
+                        found["cells"].append(Cell(site, phase, launch).measure())
                 site.handle.memory.close()
+                site.handle.detach()
+                model.zero_grad()
                 del site
                 gc.collect()  # tables of hundreds of megabytes are not left to cycles
-        return {"config": to_dict(cfg), "hardware": machine(), "cells": cells, "first_hidden": first_hidden(cells)}
+                found["first_hidden"] = first_hidden(found["cells"])
+                if keep is not None:
+                    keep(found)
+        return found
     finally:
         torch.set_num_threads(before)
 
@@ -205,9 +219,8 @@ def keep_freed_memory() -> bool:
 class Site:
     """A model with memory at one placement, rows in one store; made once for all phases."""
 
-    def __init__(self, cfg: OverlapConfig, layers: tuple[int, ...], store: str, folder: Path) -> None:
-        self.cfg, self.layers, self.store = cfg, layers, store
-        self.model = build(cfg.backbone, cfg.vocab_size, cfg.seed).to(cfg.place, getattr(torch, cfg.dtype))
+    def __init__(self, cfg: OverlapConfig, layers: tuple[int, ...], store: str, folder: Path, model: nn.Module) -> None:
+        self.cfg, self.layers, self.store, self.model = cfg, layers, store, model
         self.handle: Handle = attach(self.model, cfg.engram(layers, store))
         for layer in layers:
             table = self.handle.memory.layer(layer).table

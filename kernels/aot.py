@@ -146,7 +146,8 @@ def put_variants(widths: Sequence[int]) -> Iterator[Variant]:
         for table in ("*fp32", "*bf16"):
             item = 4 if table == "*fp32" else 2
             tile = gather.tile(width, item, MANY, PROGRAMS)
-            types = {"table": table, "ids": "*i64", "values": "*fp32", "count": "i32", "width": "i32"}
+            types = {"table": table, "ids": "*i64", "values": "*fp32"}
+            types |= dict.fromkeys(("held", "count", "width"), "i32")
             constants = {"W": width, "ROWS": tile.rows, "BLOCK_W": tile.block}
             wide = "both" if width * item % 16 == 0 else ""
             yield Variant(f"put {table[1:]} {width}", gather.put_kernel, types, constants, gather.WARPS, None, wide)
@@ -154,7 +155,8 @@ def put_variants(widths: Sequence[int]) -> Iterator[Variant]:
 
 def update_variants(rules: Sequence[str], widths: Sequence[int], tables: Sequence[str]) -> Iterator[Variant]:
     """Sums of duplicates ("sum") and the row rules, from look-ups and from sums."""
-    numbers = {**dict.fromkeys(("lr", "beta2", "eps", "keep"), "fp32"), "key": "i64", "count": "i32", "total": "i32"}
+    numbers = {**dict.fromkeys(("lr", "beta2", "eps", "keep"), "fp32"), "key": "i64"}
+    numbers |= dict.fromkeys(("rows", "count", "total"), "i32")
     for rule in rules:
         for width in widths:
             for table in tables if rule != "sum" else ("*fp32",):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engram.kernels import conv, cpu, gate, gather, launch, reference, reference_rows, rows, scatter
+from engram.kernels import conv, cpu, gate, gather, launch, operators, reference, reference_rows, rows, scatter
 from engram.kernels.buffers import BufferPool
 from engram.kernels.reference import conv_term, elementwise_adam
 from engram.kernels.reference_rows import (
@@ -119,7 +119,7 @@ def gather_rows(table: Tensor, ids_n: Tensor, kind: int, width: int, background:
     background  few programs at once, to leave the GPU to the layers that compute meanwhile.
     """
     if torch.compiler.is_compiling():
-        values_nW: Tensor = gather.gather_rows_op(table, ids_n, kind, width, background)
+        values_nW: Tensor = operators.gather_rows_op(table, ids_n, kind, width, background)
         return values_nW
     if on_kernels(ids_n):
         return gather.gather_rows(table, ids_n, kind, width, programs=gather.BACKGROUND if background else None)

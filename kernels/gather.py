@@ -17,7 +17,6 @@ Shapes: see kernels/reference_rows.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ from engram.kernels.launch import (
     on,
     power_of_two,
     processors,
-    runs,
     tl,
     triton,
 )
@@ -220,6 +218,7 @@ def put_kernel(
     table,
     ids,
     values,
+    held,
     count,
     width,
     W: tl.constexpr,
@@ -231,7 +230,8 @@ def put_kernel(
     while tile * ROWS < count:
         n = tile * ROWS + tl.arange(0, ROWS)
         live = n < count
-        row = tl.load(ids + n, mask=live, other=0)
+        row = tl.load(ids + n, mask=live, other=-1)
+        live = (row >= 0) & (row < held)  # others are not written: a kernel cannot raise
         begin = 0
         while begin < width:
             w = begin + tl.arange(0, BLOCK_W)
@@ -398,7 +398,7 @@ def hash_gather(
 def put_rows(table: Tensor, ids_U: Tensor, values_UW: Tensor) -> None:
     """Write values [U, W] (or rows as bytes) over the distinct rows `ids_U` of a table on the GPU or in pinned memory.
 
-    Raises ValueError for values that are not as wide as the table.
+    Row numbers outside the table are left out. Raises ValueError for values that are not as wide as the table.
     """
     width = values_UW.shape[1]
     if table.ndim != 2 or table.shape[1] != width or not table.is_contiguous():
@@ -413,6 +413,7 @@ def put_rows(table: Tensor, ids_U: Tensor, values_UW: Tensor) -> None:
             table,
             ids_U.contiguous(),
             values_UW.contiguous(),
+            held=len(table),
             count=count,
             width=width,
             W=width,
@@ -421,19 +422,3 @@ def put_rows(table: Tensor, ids_U: Tensor, values_UW: Tensor) -> None:
             num_warps=WARPS,
             **NO_FUSION,
         )
-
-
-@torch.library.custom_op("engram::gather_rows", mutates_args=())
-def gather_rows_op(table: Tensor, ids_n: Tensor, kind: int, width: int, background: bool) -> Tensor:
-    """`gather_rows` as a torch operator, fp32 out."""
-    if not runs(ids_n):
-        return reference_rows.gather_rows(table, ids_n, kind, width).to(ids_n.device)
-    return gather_rows(table, ids_n, kind, width, programs=BACKGROUND if background else None)
-
-
-@gather_rows_op.register_fake
-def _(table: Tensor, ids_n: Tensor, kind: int, width: int, background: bool) -> Tensor:
-    return ids_n.new_empty((ids_n.shape[0], width), dtype=torch.float32)
-
-
-__all__: Any = ["BACKGROUND", "Tile", "gather_rows", "gather_rows_op", "hash_gather", "put_rows", "row_bytes", "tile"]

@@ -37,6 +37,9 @@ class _Missing:
     def __getattr__(self, name: str) -> Any:
         return _Missing()
 
+    def constexpr(self, value: Any) -> Any:
+        return value
+
     def jit(self, function: Any = None, **_: Any) -> Any:
         return function if function is not None else (lambda wrapped: wrapped)
 

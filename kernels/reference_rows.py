@@ -298,10 +298,11 @@ def rounding_key(seed: int, step: int) -> int:
 
 
 def round_stochastic(values_UW: Tensor, seed: int, ids_U: Tensor, step: int) -> Tensor:
-    """Finite fp32 values [U, W] of the rows `ids_U` -> bf16, up or down so that the mean over steps is the value.
+    """Values fp32 [U, W] of the rows `ids_U` -> bf16, up or down so that the mean over steps is the value.
 
     The 16 random bits of a value are a pure function of (seed, row, column, step): splitmix64 of splitmix64s, integers
-    only, so the order of rows, the store and the device do not matter. A value that is a bf16 number already stays.
+    only, so the order of rows, the store and the device do not matter. A value that is a bf16 number already stays,
+    NaN too.
     """
     width = values_UW.shape[1]
     key_U1 = mix64(rounding_key(seed, step) + (ids_U.to(torch.int64) + 1) * GAMMA).unsqueeze(1)
@@ -310,4 +311,5 @@ def round_stochastic(values_UW: Tensor, seed: int, ids_U: Tensor, step: int) -> 
     shift_4 = torch.arange(0, 64, 16, dtype=torch.int64, device=values_UW.device)
     random_UW = ((words_UG.unsqueeze(-1) >> shift_4) & 0xFFFF).flatten(1)[:, :width].to(torch.int32)
     bits_UW = (values_UW.contiguous().view(torch.int32) + random_UW) & ~0xFFFF  # sign and magnitude: away from zero
-    return bits_UW.view(torch.float32).to(torch.bfloat16)
+    rounded_UW = torch.where(values_UW.isnan(), values_UW, bits_UW.view(torch.float32))  # the sum turns NaN to -0
+    return rounded_UW.to(torch.bfloat16)

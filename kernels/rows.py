@@ -15,15 +15,12 @@ Shapes: see kernels/reference_rows.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engram.kernels import reference_rows
-from engram.kernels.launch import INTERPRETED, NO_FUSION, check_count, on, power_of_two, runs, tl, triton
+from engram.kernels.launch import INTERPRETED, NO_FUSION, check_count, on, power_of_two, tl, triton
 from engram.kernels.reference_rows import HashConstants
 
 BLOCK = 128  # look-ups a program: one a thread; two take more registers and spill on sm_90
@@ -255,48 +252,3 @@ def hash_rows(
             **NO_FUSION,
         )
     return out
-
-
-def spelled_out(constants: HashConstants) -> tuple[Any, ...]:
-    """The constants as the arguments 1 to 12 of the operator."""
-    return tuple(getattr(constants, field.name) for field in fields(constants))
-
-
-@torch.library.custom_op("engram::hash_rows", mutates_args=("masked",))
-def hash_rows_op(
-    ids_BT: Tensor,
-    multipliers_KN: Tensor,
-    sizes_K: Tensor,
-    offsets_K: Tensor,
-    reciprocals_K: Tensor,
-    eos_E: Tensor,
-    class_of: Tensor | None,
-    orders: Sequence[int],
-    heads: int,
-    limit: int,
-    filler: int,
-    xor: bool,
-    narrow: bool,
-    exact_reciprocal: bool,
-    pad_BT: Tensor | None,
-    dead_BT: Tensor | None,
-    segment_BT: Tensor | None,
-    skip: int,
-    masked: Tensor,
-) -> Tensor:
-    """`hash_rows` as a torch operator, its constants spelled out."""
-    # fmt: off
-    constants = HashConstants(
-        multipliers_KN, sizes_K, offsets_K, reciprocals_K, eos_E, class_of,
-        tuple(orders), heads, limit, filler, xor, narrow, exact_reciprocal,
-    )
-    # fmt: on
-    chosen = hash_rows if runs(ids_BT) else reference_rows.hash_rows
-    return chosen(ids_BT, constants, pad_BT, dead_BT, segment_BT, skip, masked)
-
-
-@hash_rows_op.register_fake
-def _(ids_BT: Tensor, *rest: Any) -> Tensor:
-    columns, skip = len(rest[6]) * rest[7], rest[16]
-    groups = rest[1].shape[0] // columns
-    return ids_BT.new_empty((groups, ids_BT.shape[0], ids_BT.shape[1] - skip, columns), dtype=torch.int64)

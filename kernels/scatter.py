@@ -19,13 +19,11 @@ Shapes: n looked-up rows (with duplicates), U distinct rows, R rows of the table
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from engram.kernels import reference, reference_rows
-from engram.kernels.launch import INTERPRETED, NO_FUSION, at_most, check_count, on, power_of_two, runs, tl, triton
+from engram.kernels.launch import INTERPRETED, NO_FUSION, at_most, check_count, on, power_of_two, tl, triton
 from engram.kernels.reference_rows import GAMMA, MIX_1, MIX_2, RULES, Rule, rounding_key
 
 SPLIT = 256  # places of a segment that one program adds up itself
@@ -97,6 +95,7 @@ def rows_kernel(
     starts,
     grads,
     partial,
+    rows,
     count,
     total,
     lr,
@@ -119,7 +118,6 @@ def rows_kernel(
     """
     u = tl.program_id(0)
     w = tl.arange(0, BLOCK_W)
-    inside = w < W
     while u < count:
         if SUMMED:
             start = u
@@ -137,30 +135,33 @@ def rows_kernel(
             if SUMMED == 0:
                 block = own // SPLIT
                 while block * SPLIT < tl.where(own < end, end, 0):
-                    grad += tl.load(partial + block.to(tl.int64) * W + w, mask=inside, other=0.0)
+                    grad += tl.load(partial + block.to(tl.int64) * W + w, mask=w < W, other=0.0)
                     block += 1
             if RULE == 0:
-                tl.store(table + u.to(tl.int64) * W + w, grad, mask=inside)
+                tl.store(table + u.to(tl.int64) * W + w, grad, mask=w < W)
             else:
                 row = tl.load(ids + start)
+                held = (row >= 0) & (row < rows)  # others are not written: a kernel cannot raise
+                lanes = row + w * 0  # a block: Triton 3.9 takes no scalar in a block's mask
+                inside = (w < W) & (lanes >= 0) & (lanes < rows)
                 at = table + row * W + w
                 value = tl.load(at, mask=inside, other=0.0).to(tl.float32) * keep
                 if RULE == 3:
                     value -= lr * grad
                 else:
                     square = tl.sum(grad * grad, axis=0) / W
-                    before = tl.load(v + row)
+                    before = tl.load(v + row, mask=held, other=0.0)
                     if RULE == 1:
                         after = tl.where(before == 0.0, square, beta2 * before + (1.0 - beta2) * square)
                     else:
                         after = before + square
-                    tl.store(v + row, after)
+                    tl.store(v + row, after, mask=held)
                     value -= lr * grad / (tl.sqrt(after) + eps)
                 if ROUND:
                     word = mix64(mix64(key + (row + 1) * _GAMMA) + (w // 4 + 1).to(tl.int64) * _GAMMA)
                     random = ((word >> ((w % 4) * 16).to(tl.int64)) & 0xFFFF).to(tl.int32)
                     bits = (value.to(tl.int32, bitcast=True) + random) & -65536
-                    value = bits.to(tl.float32, bitcast=True)
+                    value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)  # NaN would be -0
                 tl.store(at, value.to(table.dtype.element_ty), mask=inside)
         u += tl.num_programs(0)
 
@@ -248,6 +249,7 @@ def _launch(
             found.starts,
             grads,
             partial,
+            rows=len(table),
             count=count,
             total=len(grads),
             lr=how.lr,
@@ -284,6 +286,7 @@ def scatter_update(table: Tensor, v_R: Tensor, ids_n: Tensor, grads_nW: Tensor, 
     """Sum the gradients of each looked-up row and move it, in place; the host waits for nothing.
 
     table  [R, W] fp32 or bf16 (rounded stochastically), on the GPU or in pinned host memory; v_R fp32, the rows' state.
+    Gradients of row numbers outside the table go nowhere.
     """
     check_count("rows", len(ids_n))
     _launch(segments(ids_n), grads_nW.contiguous(), table, v_R, len(ids_n), rule)
@@ -307,42 +310,3 @@ def sum_atomic(number_n: Tensor, grads_nW: Tensor, distinct: int) -> Tensor:
                 number_n, grads_nW.contiguous(), sums_UW, count, W=width, ROWS=rows, **layout(width), **NO_FUSION
             )
     return sums_UW
-
-
-@torch.library.custom_op("engram::sum_duplicates", mutates_args=())
-def sum_duplicates_op(ids_n: Tensor, grads_nW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`sum_duplicates` as a torch operator; how many rows are distinct is known when it has run."""
-    chosen = sum_duplicates if runs(ids_n, grads_nW) else reference.sum_duplicates
-    unique_U, sums_UW, first_U = chosen(ids_n, grads_nW)
-    return unique_U.clone(), sums_UW.clone(), first_U.clone()
-
-
-@sum_duplicates_op.register_fake
-def _(ids_n: Tensor, grads_nW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    distinct = torch.library.get_ctx().new_dynamic_size()
-    sums_UW = grads_nW.new_empty((distinct, grads_nW.shape[1]), dtype=torch.float32)
-    return ids_n.new_empty(distinct), sums_UW, ids_n.new_empty(distinct)
-
-
-@torch.library.custom_op("engram::update_rows", mutates_args=("table", "v_R"))
-def update_rows_op(
-    table: Tensor,
-    v_R: Tensor,
-    ids_U: Tensor,
-    grads_UW: Tensor,
-    rule: str,
-    lr: float,
-    beta2: float,
-    eps: float,
-    keep: float,
-    seed: int,
-    step: int,
-) -> None:
-    """`update_rows` as a torch operator, its rule spelled out."""
-    chosen = update_rows if runs(ids_U, grads_UW, v_R) else reference_rows.update_rows
-    chosen(table, v_R, ids_U, grads_UW, Rule(rule, lr, beta2, eps, keep, seed, step))
-
-
-@update_rows_op.register_fake
-def _(table: Tensor, v_R: Tensor, ids_U: Tensor, grads_UW: Tensor, *rule: Any) -> None:
-    return None

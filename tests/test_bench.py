@@ -69,7 +69,8 @@ def test_the_command_prints_claims(tiny: None, capsys: pytest.CaptureFixture[str
     assert [one["id"] for one in found["reported"]] in (["disk-warm-mapping"], [])
 
     written = read_result(tmp_path / "bench.json")
-    assert written["metrics"] == {"arm": "bench", **{name: found[name] for name in ("claims", "reported", "foreign")}}
+    kept = ("claims", "reported", "foreign", "failed")
+    assert written["metrics"] == {"arm": "bench", **{name: found[name] for name in kept}} and found["failed"] == {}
     assert written["config"]["rounds"] == 2 and written["config"]["disk"]["lookups"] == 200 and written["seed"] == 0
     bench.show({**found, "foreign": 0.2})
     shown = capsys.readouterr().out
@@ -91,6 +92,19 @@ def test_only_claims_that_are_asked_for_are_timed(
     assert ids == ["row-update-against-sparse-adam", "host-gather-256-B-against-index_select"]
     assert main(["bench", "--only", "gather"]) == 2
     assert "'gather' fits no claim; there are model-step-at-2e+04-rows, " in capsys.readouterr().err
+
+
+def test_a_kernel_that_fails_its_check_takes_no_other_claim_with_it() -> None:
+    def claims(rounds: int, device: torch.device, names: list[str]) -> Any:
+        if names == ["kernel-b"]:
+            raise RuntimeError("bench: b is wrong")
+        yield names[0], SimpleNamespace(value=[2.0, 2.0], against=[1.0, 1.0], target=1.0, value_bytes=0)
+
+    kernels = SimpleNamespace(ids=lambda device: ["kernel-a", "kernel-b", "kernel-c", "kernel-d"], claims=claims)
+    failed: dict[str, str] = {}
+    wanted = ["kernel-a", "kernel-b", "kernel-c"]
+    found = bench.kernel_claims(kernels, 2, torch.device("cpu"), wanted, failed)
+    assert [one["id"] for one in found] == ["kernel-a", "kernel-c"] and failed == {"kernel-b": "bench: b is wrong"}
 
 
 def test_the_c_loop_reads_the_very_rows(tmp_path: Path) -> None:

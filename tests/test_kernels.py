@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -65,6 +67,23 @@ def test_row_numbers_of_every_family_with_every_border(family: str) -> None:
             assert torch.equal(ours, judge) and counts[0] == counts[1] >= 3
     empty = torch.empty(2, 0, dtype=torch.int64)
     assert cpu.hash_rows(empty, constants).shape == (len(cfg.layers), 2, 0, cfg.columns)
+
+
+def test_engram_is_imported_where_triton_is_not_installed() -> None:
+    program = """
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else found(name, *rest)
+import torch, engram
+from engram.kernels import aot, bench, dispatch, launch
+assert not launch.INSTALLED and "triton" not in dispatch.backend()
+memory = engram.Memory(engram.EngramConfig(hidden_size=8, layers=(0,), heads=1, head_dim=4, rows=50), vocab_size=20)
+memory.start(torch.tensor([[1, 2, 3]]))
+print(memory(0, torch.zeros(1, 3, 8)).shape)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "[1, 3, 8]" in done.stdout
 
 
 def test_passes_on_a_cpu_do_not_depend_on_the_default_device() -> None:

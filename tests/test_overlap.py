@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engram import info
+from engram.backbone import build
 from engram.cli import main
 from engram.eval import overlap
 from engram.eval.overlap import (
@@ -26,7 +27,7 @@ from engram.eval.overlap import (
     summarise_times,
 )
 from engram.stores import TableSpec
-from engram.strict import ConfigError, from_dict, load_yaml
+from engram.strict import ConfigError, from_dict, load_yaml, to_dict
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 TINY: dict[str, Any] = {
@@ -150,7 +151,8 @@ def test_an_emulated_link_takes_at_least_its_arithmetic() -> None:
 
 def test_the_variants_fetch_when_they_say_they_do(tmp_path: Path) -> None:
     """Counted, not timed: who launches how many fetches, and for which forward."""
-    site = Site(_config(stores=["host"]), (1,), "host", tmp_path)
+    cfg = _config(stores=["host"])
+    site = Site(cfg, (1,), "host", tmp_path, build(cfg.backbone, cfg.vocab_size, cfg.seed))
     table = site.handle.memory.layer(1).table
     assert table.fetcher is not None
     counters = table.fetcher.counters
@@ -178,7 +180,8 @@ def test_the_variants_fetch_when_they_say_they_do(tmp_path: Path) -> None:
 
 
 def test_only_a_prefetched_step_begins_while_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = Site(_config(stores=["host"]), (1,), "host", tmp_path)
+    cfg = _config(stores=["host"])
+    site = Site(cfg, (1,), "host", tmp_path, build(cfg.backbone, cfg.vocab_size, cfg.seed))
     fetcher = site.handle.memory.layer(1).table.fetcher
     assert fetcher is not None
     cell, drained = Cell(site, "train", "ahead"), []
@@ -247,6 +250,42 @@ def test_the_command_writes_json_and_a_figure(tmp_path: Path, capsys: pytest.Cap
 def test_bad_configurations_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _config(**changes)
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, sites = overlap.Site, []
+
+    def second_fails(*given: Any) -> Any:
+        sites.append(given[1])
+        if len(sites) == 2:
+            raise KeyboardInterrupt
+        return original(*given)
+
+    monkeypatch.setattr(overlap, "Site", second_fails)
+    path = tmp_path / "small.yaml"
+    cfg = _config(stores=["host"], placements=[[0], [1]], phases=["prefill"])
+    path.write_text(json.dumps(to_dict(cfg)), encoding="utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        overlap.run_config(str(path), [], str(tmp_path / "out"))
+    found = json.loads((tmp_path / "out" / "overlap.json").read_text(encoding="utf-8"))
+    assert [cell["layers"] for cell in found["cells"]] == [[0]] and found["hardware"] and found["first_hidden"]
+
+
+def test_every_site_begins_with_the_same_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training at one site leaves no trace at the next: weights are the first ones, hooks and memory are gone."""
+    seen: list[tuple[float, int]] = []
+    original = overlap.Site
+
+    def look(cfg: Any, layers: Any, store: Any, folder: Any, model: Any) -> Any:
+        weights = sum(float(p.detach().double().sum()) for p in model.parameters())
+        hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
+        assert not hasattr(model, "engram")
+        seen.append((weights, hooks))
+        return original(cfg, layers, store, folder, model)
+
+    monkeypatch.setattr(overlap, "Site", look)
+    measure(_config(stores=["host"], placements=[[0], [1]], phases=["train"]), quiet=True)
+    assert len(seen) == 2 and seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "overlap").glob("*.yaml")), ids=lambda p: p.stem)

@@ -109,8 +109,16 @@ def test_a_refused_registration_unlocks_what_it_had(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(host, "REGISTER_CHUNK", 8192)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime())
-    got, why = host.register(host.anonymous(500, 12))
+    rows, launches = host.anonymous(500, 12), []
+
+    def launch(*size: int, device: str) -> None:
+        launches.append(device)
+        raise RuntimeError("CUDA error: invalid argument")  # torch reports an old error at its next launch
+
+    monkeypatch.setattr(torch, "zeros", launch)
+    got, why = host.register(rows)
     assert got == 16_384 and "says 2" in why and [c[0] for c in calls] == ["lock"] * 3 + ["unlock"] * 2
+    assert launches == ["cuda"], "the refused call's error must not wait for somebody else's launch"
 
 
 def test_a_table_larger_than_the_machine_is_refused_before_it_is_made() -> None:

@@ -12,6 +12,7 @@ import logging
 import mmap
 import re
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ class HostStore(DeviceStore):
 class PinnedStore(HostStore):
     """Host rows that are page-locked, so that a GPU reads and writes them in place (unified virtual addressing).
 
-    reader  the GPU whose kernels do so; None where no kernels are used, and rows go through the CPU.
+    reader  the GPU whose kernels do so, the default device of the making (or the current GPU); None where no kernels
+            are used, and rows go through the CPU.
 
     Where locking is refused (no CUDA device, a limit, a container) the rows stay pageable: `kind` is then "host", and
     one loud line says how many bytes were asked, how many were got, and what to change.
@@ -88,15 +90,15 @@ class PinnedStore(HostStore):
 
     def _allocate(self, device: torch.device) -> None:
         super()._allocate(device)
-        self._pin()
+        self._pin(device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's rows lie in memory of their own, which is not locked yet."""
         super().__setstate__(state)
-        self._pin()
+        self._pin(self.reader or torch.device("cpu"))
 
-    def _pin(self) -> None:
-        """Lock the rows, or say loudly why not; then read some back."""
+    def _pin(self, device: torch.device) -> None:
+        """Lock the rows for a model on `device`, or say loudly why not; then read some back."""
         self.kind, self.reader = "pinned", None
         if self.rows.is_meta:
             return
@@ -113,7 +115,8 @@ class PinnedStore(HostStore):
             return
         # before the memory is given back; not at exit, when the driver may be gone
         weakref.finalize(self, unregister, self.rows.data_ptr(), asked).atexit = False
-        gpu = torch.device("cuda", torch.cuda.current_device())
+        asked_for = device.index if device.type == "cuda" else None
+        gpu = torch.device("cuda", torch.cuda.current_device() if asked_for is None else asked_for)
         self.reader = gpu if on_kernels(torch.empty(0, device=gpu)) else None
         self.self_test()
 
@@ -191,6 +194,8 @@ def register(rows: Tensor) -> tuple[int, str]:
         code = int(runtime.cudaHostRegister(rows.data_ptr() + done, chunk, 0))
         if code != 0:
             unregister(rows.data_ptr(), done)
+            with suppress(RuntimeError, AssertionError):  # torch reports and so clears an old error at its next launch
+                torch.zeros(1, device="cuda")
             return done, f"cudaHostRegister says {code}"
         done += chunk
     return done, ""

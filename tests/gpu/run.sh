@@ -24,10 +24,16 @@ rehearsal=false
 
 engram() { "$PYTHON" -c 'import sys; from engram.cli import main; sys.exit(main())' "$@"; }
 
-# part NAME SECONDS COMMAND...: its output goes to the log, and its last line to the terminal
+# part NAME SECONDS COMMAND...: its output goes to the log, and its last line to the terminal. No part gets more than what
+# is left of TOTAL.
 part() {
   local name=$1 limit=$2 began=$SECONDS status
   shift 2
+  [ $((TOTAL - SECONDS)) -lt "$limit" ] && limit=$((TOTAL - SECONDS))
+  if [ "$limit" -le 0 ]; then
+    failed+=("$name (no time left)")
+    return 1
+  fi
   echo "== $name" | tee -a "$LOG"
   export -f engram
   export PYTHON
@@ -41,25 +47,25 @@ part() {
 workers=()
 "$PYTHON" -c 'import xdist' 2>/dev/null && ! $rehearsal && workers=(-n 8)
 pytest=("$PYTHON" -m pytest -q -p no:cacheprovider -o addopts=--import-mode=importlib)
-limit=90 sizes=() claims='kernel-*' rounds=30 overlap=configs/overlap/gpu.yaml kernels=(tests/triton) steps=150
+TOTAL=235 limit=60 sizes=() claims='kernel-*' rounds=30 overlap=configs/overlap/gpu.yaml kernels=(tests/triton) steps=150
 if $rehearsal; then
   export TRITON_INTERPRET=1 ENGRAM_GPU_REHEARSAL=1
   claims='kernel-cpu-*' rounds=3 kernels=(tests/triton/test_rows.py tests/triton/test_kernel_claims.py) steps=10
-  overlap=configs/overlap/cpu.yaml limit=300
+  overlap=configs/overlap/cpu.yaml limit=300 TOTAL=900
   sizes=(--set 'placements=[[0], [1]]' --set 'stores=[host, pinned]' --set 'phases=[prefill, train]' --set seq_len=32 --set rounds=3)
 fi
 
 part "versions" 60 bash -c 'engram info --json > "$1"' info "$OUT/info.json"
-part "kernels against plain torch" 110 "${pytest[@]}" "${workers[@]}" "${kernels[@]}"
+part "kernels against plain torch" 100 "${pytest[@]}" "${workers[@]}" "${kernels[@]}"
 green=$?
 part "places, streams, graphs" "$limit" "${pytest[@]}" tests/gpu
 if [ $green -eq 0 ]; then
   $rehearsal && unset TRITON_INTERPRET
-  part "kernel claims" 90 bash -c 'engram bench --only "$1" --rounds "$2" --out "$3" && mv "$3/bench.json" "$4"' \
+  part "kernel claims" 60 bash -c 'engram bench --only "$1" --rounds "$2" --out "$3" && mv "$3/bench.json" "$4"' \
     bench "$claims" "$rounds" "$WORK/bench" "$OUT/bench.json"
-  part "overlap" 120 bash -c 'engram overlap "$@" && cp "$0"/overlap.json "$0"/overlap-*.png "$OUT"' \
+  part "overlap" 120 bash -c 'engram overlap "$@"; status=$?; cp "$0"/overlap* "$OUT"; exit $status' \
     "$WORK/overlap" "$overlap" "${sizes[@]}" --out "$WORK/overlap"
-  part "training comparison" 90 bash -c 'engram quickstart --out "$1" --set "run.steps=$2" && cp "$1/summary.json" "$3"' \
+  part "training comparison" 60 bash -c 'engram quickstart --out "$1" --set "run.steps=$2" && cp "$1/summary.json" "$3"' \
     quickstart "$WORK/quickstart" "$steps" "$OUT/train.json"
 else
   echo "no speed is measured on red tests" | tee -a "$LOG"

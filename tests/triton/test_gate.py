@@ -250,7 +250,7 @@ def test_scores_below_the_clamp_pass_no_gradient(device: torch.device) -> None:
     found = _run(lambda *t: gate.gated_value(*t, EPS, "signed_sqrt"), inputs, ("gated", "gate"))
     gate_T = found["gate"].flatten().tolist()
     assert gate_T[0] == 0.5 and gate_T[2] < 0.49
-    assert gate_T[1] == pytest.approx(float(torch.tensor(1e-3).sigmoid()), abs=1e-7)
+    assert gate_T[1] == pytest.approx(float(torch.tensor(1e-3).sigmoid()), abs=5e-7)  # a GPU divides to 2 ulp
     for name in ("d x", "d key"):
         assert not found[name][:, :2].any() and found[name][:, 2].any(), name
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engram import families
 from engram.hashing import NgramHash
-from engram.kernels import gather, reference_rows
+from engram.kernels import gather, operators, reference_rows
 from engram.kernels.reference_rows import FP8, INT8, LUT3, PLAIN
 from engram.stores.formats import get_format
 
@@ -143,8 +143,34 @@ def test_tiles_waste_few_lanes_and_shrink_for_few_look_ups(monkeypatch: pytest.M
     assert gather.tile(33, 4, 1 << 20, 528).rows * gather.tile(33, 4, 1 << 20, 528).block <= 1024
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_written_inside_the_table_only(dtype: torch.dtype, device: torch.device) -> None:
+    memory = torch.zeros(12, 33, dtype=dtype, device=device)
+    table = memory[2:10]  # what lies before and after it belongs to others
+    values = torch.randn(6, 33).to(device, dtype).float()  # the interpreter rounds to bf16 as no GPU does
+    gather.put_rows(table, torch.tensor([0, 7, -1, -2, 8, 9], device=device), values)
+    assert torch.equal(table[0], values[0].to(dtype)) and torch.equal(table[7], values[1].to(dtype))
+    assert not memory[:2].any() and not memory[10:].any() and not table[1:7].any()
+    with pytest.raises(ValueError, match="do not fit the table"):
+        gather.put_rows(table, torch.tensor([0], device=device), values[:1, :32])
+
+
+def test_more_operators_pass_torchs_own_checks(device: torch.device) -> None:
+    ids, table = torch.tensor([3, 0], device=device), torch.zeros(5, 6, device=device)
+    torch.library.opcheck(operators.put_rows_op, (table, ids, torch.randn(2, 6).to(device)))
+    module = NgramHash(families.get("toy"), 1).to(device)
+    table = _table("fp32", 7, module.total_rows, device)
+    tokens, pad = torch.randint(0, 99, (2, 9)).to(device), torch.zeros(2, 9, dtype=torch.bool, device=device)
+    flat = operators.spelled_out(module.constants)
+    given = (tokens, *flat, table, PLAIN, 7, pad, None, None, 1)
+    torch.library.opcheck(operators.hash_gather_op, given)
+    memory, rows = operators.hash_gather_op(*given)
+    judge = reference_rows.hash_rows(tokens, module.constants, pad, skip=1)[0]
+    assert torch.equal(rows, judge) and torch.equal(memory, table[judge].flatten(-2))
+
+
 @pytest.mark.parametrize("name", ["bf16", "int8"])
 def test_the_operator_passes_torchs_own_checks(name: str, device: torch.device) -> None:
     table = _table(name, 8, 10, device)
     ids = torch.tensor([0, 9, 4], device=device)
-    torch.library.opcheck(gather.gather_rows_op, (table, ids, FORMATS[name], 8, True))
+    torch.library.opcheck(operators.gather_rows_op, (table, ids, FORMATS[name], 8, True))

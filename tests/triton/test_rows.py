@@ -11,7 +11,7 @@ from torch import Tensor
 from engram import families
 from engram.config import EngramConfig
 from engram.hashing import NgramHash, rows_of_layers
-from engram.kernels import dispatch, reference_rows, rows
+from engram.kernels import dispatch, operators, reference_rows, rows
 from engram.kernels.launch import check_count
 from engram.kernels.reference_rows import HashConstants
 
@@ -138,9 +138,9 @@ def test_the_operator_passes_torchs_own_checks(device: torch.device) -> None:
     given = _batch(cfg, (2, 9), 0, device)
     constants = NgramHash(cfg, 1).to(device).constants
     masked = torch.zeros((), dtype=torch.int64, device=device)
-    flat = rows.spelled_out(constants)
+    flat = operators.spelled_out(constants)
     for borders in ((given["pad_BT"], given["dead_BT"], given["segment_BT"]), (None, None, None)):
-        torch.library.opcheck(rows.hash_rows_op, (given["ids_BT"], *flat, *borders, 2, masked))
+        torch.library.opcheck(operators.hash_rows_op, (given["ids_BT"], *flat, *borders, 2, masked))
 
 
 def test_too_many_look_ups_are_refused() -> None:

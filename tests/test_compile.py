@@ -48,6 +48,13 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
         assert row["loads"] > 4 * aot.compile_variant(one, target, tmp_path)["loads"]
 
 
+def test_a_spill_is_a_problem() -> None:
+    one = aot.variants()[0]
+    row = {"spills": 16, "registers": 20, "wide_loads": 1, "wide_stores": 1}
+    assert aot._problems(one, row, nvidia=True) == ["spills 16 bytes"]
+    assert aot._problems(one, {**row, "spills": 0}, nvidia=True) == []
+
+
 def test_the_interpreter_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot, "INTERPRETED", True)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1 is set"):

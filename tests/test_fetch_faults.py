@@ -17,7 +17,6 @@ SPEC = TableSpec(rows=500, width=12, seed=3, std=0.5)
 CFG = EngramConfig(hidden_size=16, layers=(0, 2), heads=2, head_dim=6, rows=61, init="normal", init_std=1.0)
 
 
-
 class Broken(HostStore):
     """Fails when told to."""
 

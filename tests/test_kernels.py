@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,19 @@ def test_row_numbers_of_every_family_with_every_border(family: str) -> None:
             assert torch.equal(ours, judge) and counts[0] == counts[1] >= 3
     empty = torch.empty(2, 0, dtype=torch.int64)
     assert cpu.hash_rows(empty, constants).shape == (len(cfg.layers), 2, 0, cfg.columns)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_map_and_products_of_32_bits(narrow: bool) -> None:
+    constants = NgramHash(families.get("maxtext" if narrow else "toy"), 1).constants
+    generator = torch.Generator().manual_seed(5)
+    classes = torch.randint(0, 2**20, (constants.limit,), generator=generator)
+    mapped = dataclasses.replace(constants, class_of=classes, exact_reciprocal=False)  # of larger products
+    ids = torch.randint(-2, constants.limit + 2, (3, 40), generator=generator)
+    ours = cpu.hash_rows(ids, mapped)
+    assert torch.equal(ours, reference_rows.hash_rows(ids, mapped)) and constants.narrow == narrow
+    assert not torch.equal(ours, cpu.hash_rows(ids, dataclasses.replace(mapped, narrow=not narrow)))
+    assert not torch.equal(ours, cpu.hash_rows(ids, constants))
 
 
 def test_engram_is_imported_where_triton_is_not_installed() -> None:

@@ -66,13 +66,16 @@ def test_every_byte_of_a_code_and_of_a_scale(name: str, device: torch.device) ->
     )
 
 
-@pytest.mark.parametrize("ids", [[], [3], [5] * 1000])
-def test_no_row_one_row_one_row_a_thousand_times(ids: list[int], device: torch.device) -> None:
+@pytest.mark.parametrize("ids", [[], [3], [5] * 1000, [n % 9 for n in range(9_000)]])
+@pytest.mark.parametrize("programs", [None, 1, 3])
+def test_every_line_is_written_by_many_programs_and_by_few(
+    ids: list[int], programs: int | None, device: torch.device
+) -> None:
     table = _table("fp32", 33, 9, device)
     numbers = torch.tensor(ids, dtype=torch.int64, device=device)
-    assert torch.equal(gather.gather_rows(table, numbers, PLAIN, 33), table[numbers])
-    capped = gather.gather_rows(table, numbers, PLAIN, 33, programs=1)
-    assert torch.equal(capped, table[numbers])
+    out = torch.full((len(ids), 33), float("nan"), device=device)
+    gather.gather_rows(table, numbers, PLAIN, 33, out=out, programs=programs)
+    assert torch.equal(out, table[numbers])
 
 
 def test_addresses_pass_2_to_the_31(device: torch.device) -> None:

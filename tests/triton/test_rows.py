@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -62,6 +63,25 @@ def test_every_family_with_every_border(family: str, device: torch.device) -> No
             judge = reference_rows.hash_rows(constants=constants, skip=skip, masked=masked[1], **given)
             assert torch.equal(ours, judge) and ours.shape == (len(cfg.layers), 3, 63 - skip, cfg.columns)
             assert masked[0] == masked[1] > 0
+
+
+@pytest.mark.parametrize("family", ["toy", "maxtext"])
+def test_a_map_and_products_of_32_bits(family: str, device: torch.device) -> None:
+    """Classes, not ids, are multiplied; and products that pass 2^31 wrap only where the family is one of 32 bits."""
+    constants = NgramHash(families.get(family), 1).to(device).constants
+    generator = torch.Generator().manual_seed(5)
+    classes = torch.randint(0, 2**20, (constants.limit,), generator=generator).to(device)
+    mapped = dataclasses.replace(constants, class_of=classes, exact_reciprocal=False)  # of larger products
+    ids = torch.randint(-2, constants.limit + 2, (3, 40), generator=generator).to(device)
+    ours = rows.hash_rows(ids, mapped)
+    assert torch.equal(ours, reference_rows.hash_rows(ids, mapped))
+    real = (ids >= 0) & (ids < constants.limit)
+    first = classes[ids.clamp(0, constants.limit - 1)].where(real, constants.filler)
+    raw = dataclasses.replace(constants, limit=2**31 - 1, exact_reciprocal=False)
+    judge = rows.hash_rows(first, raw)
+    assert torch.equal(ours, judge) and not torch.equal(ours, rows.hash_rows(ids, constants))
+    other = dataclasses.replace(mapped, narrow=not constants.narrow)
+    assert not torch.equal(ours, rows.hash_rows(ids, other))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (0, 5), (2, 0), (1, 2)])

@@ -198,9 +198,7 @@ def hash_on_cpu(rounds: int) -> Measured:
         torch.set_num_threads(before)
 
 
-def gather_against_copy(
-    rounds: int, device: torch.device, sizes: Sizes, row_bytes: int, share: float
-) -> Measured:
+def gather_against_copy(rounds: int, device: torch.device, sizes: Sizes, row_bytes: int, share: float) -> Measured:
     """Random bf16 rows into bf16: seconds a byte against those of `copy_` within the device."""
     width = row_bytes // 2
     table = _tables(sizes.table_bytes, width, torch.bfloat16, device)
@@ -241,9 +239,7 @@ def _token_batches(tokens: int, sizes: Sizes, device: torch.device) -> tuple[Has
     return how, table, [one.view(1, tokens) for one in _ids(tokens, how.limit, sizes.sets, device)]
 
 
-def fused_against_torch(
-    rounds: int, device: torch.device, sizes: Sizes, tokens: int, target: float
-) -> Measured:
+def fused_against_torch(rounds: int, device: torch.device, sizes: Sizes, tokens: int, target: float) -> Measured:
     """Hash and gather in one kernel against hashing in eager torch and `table[rows]`."""
     how, table, batches = _token_batches(tokens, sizes, device)
     ours = gather.hash_gather(batches[0], how, table, PLAIN, 64, dtype=torch.bfloat16)[0]
@@ -403,9 +399,7 @@ def _pinned(device: torch.device, count: int, width: int) -> Tensor:
     return _pinned_values(device, count * width).view(count, width)
 
 
-def pinned_against_copy(
-    rounds: int, device: torch.device, sizes: Sizes, row_bytes: int, share: float
-) -> Measured:
+def pinned_against_copy(rounds: int, device: torch.device, sizes: Sizes, row_bytes: int, share: float) -> Measured:
     """Rows read in place from pinned host memory: seconds a byte against `copy_` from pinned memory to the device."""
     width = row_bytes // 4
     table = _pinned(device, sizes.pinned_bytes // row_bytes, width)

@@ -89,7 +89,7 @@ class Engram(nn.Module):
         """
         streams_BTSD = self._streams(x, rows_BTC)
         self.taps = {}
-        memory_BTM = self.table(rows_BTC, ticket).to(x.device)
+        memory_BTM = self.table(rows_BTC, ticket, x.device).to(x.device)
         value_BTD = self._project(self.value, memory_BTM)
         gate_BTS = None
         if self.key is not None and self.query_norm is not None and self.key_norm is not None:

@@ -206,9 +206,10 @@ class Memory(nn.Module):
     def _launch(self, step: Step, ahead: bool) -> None:
         """Start the fetch of every layer, the earliest deadline first."""
         for layer in sorted(self.cfg.layers):
-            fetcher = self.layer(layer).table.fetcher
-            if fetcher is not None:
-                step.tickets[layer] = fetcher.launch(step.rows_BTC[layer].reshape(-1), ahead)
+            module = self.layer(layer)
+            if module.table.fetcher is not None:
+                ids_n, device = step.rows_BTC[layer].reshape(-1), module.hash.sizes.device
+                step.tickets[layer] = module.table.fetcher.launch(ids_n, ahead, device)
 
     def _take_ahead(self, asked: tuple[Tensor | None, ...]) -> Step | None:
         """The step that was prefetched for this forward, if there is one; others stay for theirs."""

@@ -9,6 +9,9 @@ launched before an update (the next batch, fetched while this one is trained) is
 patches the rows that the update changed, from the values that are written and before it writes them, so that no layer
 waits for a slow write. "stale" leaves them as they were read.
 
+Where the host gathers and a GPU computes, row numbers come and values go on streams of their own: the thread that
+computes waits for neither, and the layer's stream waits for its own rows alone.
+
 Shapes: n looked-up rows (with duplicates), U distinct rows, W row width.
 """
 
@@ -30,7 +33,7 @@ from torch import Tensor
 
 from engram.kernels.dispatch import BufferPool
 from engram.stores import Store
-from engram.streams import StreamWorker
+from engram.streams import Download, Fetched, StreamWorker, copy_to, over_the_link, page_locked
 
 TIMEOUT = 600.0
 """Seconds after which a wait for rows gives up: a lost worker is an error, not a hang."""
@@ -67,27 +70,48 @@ class Counters:
 class Ticket:
     """A fetch under way: `wait` gives the rows, and gives them again to a recomputation, as a tensor of its own.
 
+    asked     the row numbers [n], or their way to the host.
+    device    where the values are wanted besides; None where the store has them.
     included  number of writes that the values include, once `patches` are done or as of the last `wait`.
     patches   writes since the launch, on their way into values that were not handed out yet.
     """
 
     fetcher: Fetcher
-    ids_n: Tensor
+    asked: Tensor | Download
     future: Any
     included: int
     loads: int
     ahead: bool = False
+    device: torch.device | None = None
     patches: list[Any] = field(default_factory=list, repr=False)
-    _values: Tensor | None = field(default=None, repr=False)
+    fetched: Fetched | None = field(default=None, repr=False)
 
     def wait(self) -> Tensor:
         """The values [n, W] of the rows as of now. Raises RuntimeError naming store, rows and cause if it failed.
 
         Values that were handed out before are given again only while no write came in between.
         """
-        if self._values is None or self.fetcher.outdated(self):
-            self._values = self.fetcher.finish(self)
-        return self._values.detach()
+        if self.fetched is None or self.fetcher.outdated(self):
+            self.fetched = self.fetcher.finish(self)
+        return self.fetched.values_nW.detach()
+
+    def sent(self) -> Tensor | None:
+        """The same values on `device`, for work that is queued there from here on; None without one. After `wait`."""
+        if self.fetched is None or self.fetched.sent is None:
+            return None
+        values_nW: Tensor = self.fetched.sent.result()
+        return values_nW.detach()
+
+    @property
+    def ids_n(self) -> Tensor:
+        """The row numbers where the store wants them."""
+        return self.asked.result() if isinstance(self.asked, Download) else self.asked
+
+    def arrive(self) -> None:
+        """Wait until the rows as they were asked for are there, on the device that wants them, too."""
+        fetched = self.future.result()
+        if fetched.sent is not None:
+            fetched.sent.ended.synchronize()
 
     def drop(self) -> None:
         """Writes need not be patched into this ticket; if it is asked all the same, it reads again."""
@@ -112,6 +136,7 @@ class Fetcher:
             self._worker = ThreadPoolExecutor(
                 1, thread_name_prefix=f"engram-{name}", initializer=torch.set_num_threads, initargs=(gather_threads(),)
             )
+        self._copies: dict[torch.device, StreamWorker] = {}
         self._patched: Tensor | None = None
         self._lock = threading.Lock()
         self._number = self._loads = 0
@@ -130,14 +155,23 @@ class Fetcher:
             if self._patched is not None:
                 self.counters.patched_rows += self._worker.number(self._patched)
                 self._patched = None
+        for copies in self._copies.values():
+            times = copies.times()
+            self.counters.exposed_seconds += times.pop("wait", 0.0)
+            self.counters.fetch_seconds += sum(times.values())
         return self.counters
 
-    def launch(self, ids_n: Tensor, ahead: bool = False) -> Ticket:
-        """Start fetching rows [n]; returns at once."""
+    def launch(self, ids_n: Tensor, ahead: bool = False, device: torch.device | None = None) -> Ticket:
+        """Start fetching rows [n]; returns at once. `device` is where their values will be wanted."""
         self._check_writes()
-        ids_n = ids_n.detach().to(self.store.device)
+        here = self.store.device
+        asked = Download(ids_n.detach()) if over_the_link(here, ids_n.device) else ids_n.detach().to(here)
+        device = device if over_the_link(here, device) else None
+        if device is not None and device not in self._copies:  # they need nothing that the GPU has queued
+            self._copies[device] = StreamWorker(device, behind=False)
         with self._lock:
-            ticket = Ticket(self, ids_n, self._submit(self._gather, ids_n), self._number, self._loads, ahead)
+            future = self._submit(self._gather, asked, device)
+            ticket = Ticket(self, asked, future, self._number, self._loads, ahead, device)
             self._open[id(ticket)] = ticket
         return ticket
 
@@ -156,7 +190,7 @@ class Fetcher:
             self._number += 1
             for ticket in self._open.values() if self.exact else ():
                 if ticket.loads == self._loads:
-                    patched = self._submit(self._patch, ticket.future, ticket.ids_n, ids_U, values_UW)
+                    patched = self._submit(self._patch, ticket.future, ids_U, values_UW)
                     ticket.patches.append(patched)
                     ticket.included = self._number
             self._writes.append(self._submit(self.store.update, ids_U, values_UW))
@@ -197,49 +231,59 @@ class Fetcher:
         stand_in._worker.shutdown()
         return stand_in
 
-    def finish(self, ticket: Ticket) -> Tensor:
+    def finish(self, ticket: Ticket) -> Fetched:
         """Wait for a ticket's rows and bring them up to date; see `Ticket.wait`."""
         began = time.perf_counter()
         with self._lock:  # later writes are not patched into it any more
             self._open.pop(id(ticket), None)
             now, loads = self._number, self._loads
-            first = ticket._values is None
+            first = ticket.fetched is None
             current = loads == ticket.loads and (not self.exact or now == ticket.included)
-        values_nW = self._result(ticket.future, "fetching", ticket.ids_n)
+        fetched: Fetched = self._result(ticket.future, "fetching", ticket)
         if first and current:
             for patched in ticket.patches:
-                self._result(patched, "patching", ticket.ids_n)
+                self._result(patched, "patching", ticket)
         else:  # written to after it was handed out or dropped: read again
-            values_nW = self._result(self._submit(self._gather, ticket.ids_n), "fetching", ticket.ids_n)
+            fetched = self._result(self._submit(self._gather, ticket.asked, ticket.device), "fetching", ticket)
         ticket.patches.clear()
         ticket.included, ticket.loads = now, loads
         if not isinstance(self._worker, StreamWorker):  # whose waiting is the GPU's, not the host's
             self.counters.exposed_seconds += time.perf_counter() - began
         self.counters.ahead += ticket.ahead and first
-        return values_nW
+        return fetched
 
     def forget(self, ticket: Ticket) -> None:
         """Updates need not be patched into this ticket any longer."""
         with self._lock:
             self._open.pop(id(ticket), None)
 
-    def _patch(self, fetched: Any, ids_n: Tensor, ids_U: Tensor, values_UW: Tensor) -> None:
-        patched = patch(fetched.result(), ids_n, ids_U, values_UW)
-        if isinstance(patched, int):
-            self.counters.patched_rows += patched
-        else:
-            self._patched = patched if self._patched is None else self._patched + patched
+    def _patch(self, future: Any, ids_U: Tensor, values_UW: Tensor) -> None:
+        fetched: Fetched = future.result()
+        if fetched.values_nW.is_cuda:
+            found = patch_on_gpu(fetched.values_nW, fetched.ids_n, ids_U, values_UW)
+            self._patched = found if self._patched is None else self._patched + found
+            return
+        found_k, new_kW = patch(fetched.values_nW, fetched.ids_n, ids_U, values_UW)
+        self.counters.patched_rows += len(found_k)
+        if fetched.sent is not None and len(found_k):
+            copies = self._copies[fetched.sent.worker.device]
+            fetched.sent = copies.submit(_put, fetched.sent.value, found_k, new_kW)
 
-    def _gather(self, ids_n: Tensor) -> Tensor:
+    def _gather(self, asked: Tensor | Download, device: torch.device | None = None) -> Fetched:
+        ids_n = asked.result() if isinstance(asked, Download) else asked
         began = time.perf_counter()
-        out = self._pool.take(len(ids_n), self.store.spec.width) if self.store.device.type == "cpu" else None
+        out = None
+        if self.store.device.type == "cpu":
+            take = self._pool.take if device is None else page_locked
+            out = take(len(ids_n), self.store.spec.width)
         values_nW = self.store.gather(ids_n, out)
+        sent = None if device is None else self._copies[device].submit(copy_to, values_nW, device)
         self.counters.fetches += 1
         self.counters.rows += len(ids_n)
         self.counters.bytes += values_nW.numel() * values_nW.element_size()
         if not isinstance(self._worker, StreamWorker):
             self.counters.fetch_seconds += time.perf_counter() - began
-        return values_nW
+        return Fetched(values_nW, ids_n, sent)
 
     def _check_writes(self, wait: bool = False) -> None:
         """Raise if a write has failed, now and ever after: the rows are no longer what the optimizer made them."""
@@ -260,10 +304,11 @@ class Fetcher:
         except RuntimeError as error:
             raise RuntimeError(f"{self._where()}: its worker has ended ({error})") from error
 
-    def _result(self, future: Any, doing: str, ids_n: Tensor | None) -> Any:
+    def _result(self, future: Any, doing: str, ticket: Ticket | None) -> Any:
         try:
             return future.result(TIMEOUT)
         except BaseException as error:
+            ids_n = None if ticket is None else ticket.ids_n
             rows = "" if ids_n is None or not len(ids_n) else f" rows {int(ids_n.min())}..{int(ids_n.max())}"
             if isinstance(error, FutureTimeout):
                 raise RuntimeError(f"{self._where()}: {doing}{rows} did not end within {TIMEOUT:.0f} s") from error
@@ -284,18 +329,13 @@ def gather_threads() -> int:
     return max(1, (os.cpu_count() or 1) // 4)
 
 
-def patch(values_nW: Tensor, ids_n: Tensor, ids_U: Tensor, new_UW: Tensor) -> int | Tensor:
-    """Overwrite the rows of `ids_n` that occur in the ascending `ids_U` with their new values, in place -> how many.
+def patch(values_nW: Tensor, ids_n: Tensor, ids_U: Tensor, new_UW: Tensor) -> tuple[Tensor, Tensor]:
+    """Overwrite the rows of `ids_n` that occur in the ascending `ids_U` with their new values, in place.
 
-    On a GPU nothing here waits for it: every row is written, and how many were found is a tensor there.
+    -> (places [k] that were overwritten, what with [k, W]). On a CPU.
     """
     if not len(ids_U) or not len(ids_n):
-        return 0
-    if values_nW.is_cuda:
-        at_n = torch.searchsorted(ids_U, ids_n).clamp_max(len(ids_U) - 1)
-        found_n = ids_U[at_n] == ids_n
-        values_nW.copy_(torch.where(found_n.unsqueeze(-1), new_UW[at_n].to(values_nW.dtype), values_nW))
-        return found_n.sum()
+        return ids_n[:0], values_nW[:0]
     # Few rows are in both, and looking all of them up costs as much as the gather itself: marks, by the last bits of a
     # row number, leave a sixteenth of the others to look up. The first layers wait for this, so it is `index_select`,
     # which takes half of the time of indexing (65,536 rows of 512 B, a twentieth in both: 2.5 ms; it was 8.3).
@@ -306,7 +346,24 @@ def patch(values_nW: Tensor, ids_n: Tensor, ids_U: Tensor, new_UW: Tensor) -> in
     ids_m = ids_n.index_select(0, maybe_m)
     at_m = torch.searchsorted(ids_U, ids_m).clamp_max_(len(ids_U) - 1)
     same_m = ids_U.index_select(0, at_m) == ids_m
-    found_k, at_k = maybe_m[same_m], at_m[same_m]
+    found_k = maybe_m[same_m]
+    new_kW = new_UW.index_select(0, at_m[same_m]).to(values_nW.dtype)
     if len(found_k):
-        values_nW.index_copy_(0, found_k, new_UW.index_select(0, at_k).to(values_nW.dtype))
-    return len(found_k)
+        values_nW.index_copy_(0, found_k, new_kW)
+    return found_k, new_kW
+
+
+def patch_on_gpu(values_nW: Tensor, ids_n: Tensor, ids_U: Tensor, new_UW: Tensor) -> Tensor:
+    """The same without waiting for the GPU: every row is written -> how many were found, a number that is there."""
+    if not len(ids_U) or not len(ids_n):
+        return torch.zeros((), dtype=torch.int64, device=values_nW.device)
+    at_n = torch.searchsorted(ids_U, ids_n).clamp_max(len(ids_U) - 1)
+    found_n = ids_U[at_n] == ids_n
+    values_nW.copy_(torch.where(found_n.unsqueeze(-1), new_UW[at_n].to(values_nW.dtype), values_nW))
+    return found_n.sum()
+
+
+def _put(values_nW: Tensor, found_k: Tensor, new_kW: Tensor) -> Tensor:
+    """Patched rows into values that were copied to another device before they were."""
+    device = values_nW.device
+    return values_nW.index_copy_(0, found_k.to(device), new_kW.to(device))

@@ -1,7 +1,10 @@
-"""Calls on a side stream of a GPU, in order, beside the layers: the worker of rows that a GPU reads in place.
+"""Calls on a side stream of a GPU, in order, beside the layers: gathers of rows that it reads in place, other copies.
 
     future = StreamWorker(device).submit(store.gather, ids_n)     # returns at once: kernels are queued
     values_nW = future.result()                                   # the current stream waits; the host does not
+
+    ids = Download(ids_n)                                         # in the thread that computes: returns at once
+    future = StreamWorker(device, behind=False).submit(copy_to, values_nW, device)      # in the thread that gathers
 
 The same interface as one thread of a ThreadPoolExecutor, so that engram/prefetch.py orders reads and writes in one way
 for both. All workers of one GPU share a stream: two look-ups at once starve each other. Everything here may be captured
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -27,9 +31,55 @@ KEPT_TIMES = 4096
 
 
 @lru_cache(maxsize=16)
-def side_stream(device: torch.device) -> Any:
-    """The stream on which rows of tables are fetched and written on this GPU."""
+def side_stream(device: torch.device, use: str = "rows") -> Any:
+    """The stream on which "rows" of tables (or the "numbers" of rows) are moved on this GPU."""
     return torch.cuda.Stream(device)
+
+
+def over_the_link(host: torch.device, gpu: torch.device | None) -> bool:
+    """Whether tensors go between a host and a GPU: streams of their own are worth it."""
+    return gpu is not None and gpu.type == "cuda" and host.type == "cpu"
+
+
+def copy_to(values_nW: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`, which the host does not wait for if the values are page-locked."""
+    return torch.empty_like(values_nW, device=device).copy_(values_nW, non_blocking=True)
+
+
+def page_locked(count: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Host memory [count, width] for such copies; torch gives it to others only when they have ended."""
+    return torch.empty(count, width, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+class Download:
+    """Row numbers [n] on their way from a GPU to the host: whoever asks for them waits, not the thread that made them.
+
+    On a stream of their own: they wait for what the GPU computes, which copies of rows must not.
+    """
+
+    def __init__(self, ids_n: Tensor) -> None:
+        side = side_stream(ids_n.device, "numbers")
+        side.wait_stream(torch.cuda.current_stream(ids_n.device))
+        with torch.cuda.stream(side):
+            self._ids = page_locked(len(ids_n), 1, ids_n.dtype).view(-1).copy_(ids_n, non_blocking=True)
+            self._ended = torch.cuda.Event(enable_timing=False)
+            self._ended.record(side)
+        if ids_n.is_cuda:
+            ids_n.record_stream(side)
+
+    def result(self) -> Tensor:
+        """The numbers, on the host."""
+        self._ended.synchronize()
+        return self._ids
+
+
+@dataclass
+class Fetched:
+    """What a fetch brings: values [n, W] of the rows `ids_n` on the store's device, and their copy for another one."""
+
+    values_nW: Tensor
+    ids_n: Tensor
+    sent: StreamFuture | None = None
 
 
 class StreamFuture:
@@ -56,10 +106,13 @@ class StreamFuture:
 
 
 class StreamWorker:
-    """Runs calls on the side stream of `device` in the order in which they are submitted."""
+    """Runs calls on the side stream of `device` in the order in which they are submitted.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    behind  calls run after everything that the current stream has queued; False for what needs nothing from there.
+    """
+
+    def __init__(self, device: torch.device, behind: bool = True) -> None:
+        self.device, self.behind = device, behind
         self.open = True
         self._times: deque[tuple[str, Any, Any]] = deque(maxlen=KEPT_TIMES)
 
@@ -75,9 +128,10 @@ class StreamWorker:
         return future
 
     def run(self, future: StreamFuture, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Start the call on the side stream, after everything that the current stream has queued."""
+        """Start the call on the side stream."""
         side = side_stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
+        if self.behind:
+            side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             began = self._mark(side)
             future.value = call(*args)
@@ -92,8 +146,9 @@ class StreamWorker:
         began = self._mark(current)
         current.wait_event(future.ended)
         self._keep("wait", began, self._mark(current))
-        if isinstance(future.value, Tensor) and future.value.is_cuda:
-            future.value.record_stream(current)
+        value = future.value.values_nW if isinstance(future.value, Fetched) else future.value
+        if isinstance(value, Tensor) and value.is_cuda:
+            value.record_stream(current)
 
     def _mark(self, stream: Any) -> Any:
         event = torch.cuda.Event(enable_timing=not torch.cuda.is_current_stream_capturing())

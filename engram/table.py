@@ -244,22 +244,30 @@ class Table(nn.Module):
         return self.common.scale
 
     @torch.compiler.disable
-    def forward(self, rows_BTC: Tensor, ticket: Ticket | None = None) -> Tensor:
+    def forward(self, rows_BTC: Tensor, ticket: Ticket | None = None, device: torch.device | None = None) -> Tensor:
         """Row numbers [B, T, C] -> memory vector [B, T, M]; the gathered values are an autograd leaf when training.
 
-        ticket  the fetch of just these rows, started earlier. Raises RuntimeError when a fetch failed, and under
-        `torch.func`, whose stand-ins for parameters cannot collect row gradients.
+        ticket  the fetch of just these rows, started earlier.
+        device  where the caller wants the vector, which may come out on the store's device all the same.
+        Raises RuntimeError when a fetch failed, and under `torch.func`, whose stand-ins for parameters cannot collect
+        row gradients.
         """
-        ids_n = rows_BTC.reshape(-1).to(self.store.device)
+        ids_n = rows_BTC.reshape(-1)
         if ticket is None and self.fetcher is not None:
-            ticket = self.fetcher.launch(ids_n)
-        values_nW = self._scaled(self.store.gather(ids_n) if ticket is None else ticket.wait())
+            ticket = self.fetcher.launch(ids_n, device=device)
+        if ticket is None:
+            ids_n = ids_n.to(self.store.device)
+            leaf_nW = values_nW = self._scaled(self.store.gather(ids_n))
+        else:
+            values_nW, ids_n, sent_nW = self._scaled(ticket.wait()), ticket.ids_n, ticket.sent()
+            leaf_nW = values_nW if sent_nW is None else self._scaled(sent_nW)
         if torch.is_grad_enabled() and self.trainable:
             if not isinstance(self.proxy, RowProxy):
                 raise RuntimeError("table: functional calls replace the row proxy; rows learn by loss.backward() only")
-            values_nW.requires_grad_()
-            values_nW.register_post_accumulate_grad_hook(_Collector(self.proxy, ids_n, self._read_at(ticket)))
-        values_BTCW = values_nW.view(*rows_BTC.shape, self.cfg.head_dim)
+            leaf_nW.requires_grad_()
+            collector = _Collector(self.proxy, ids_n, values_nW.detach(), self._read_at(ticket))
+            leaf_nW.register_post_accumulate_grad_hook(collector)
+        values_BTCW = leaf_nW.view(*rows_BTC.shape, self.cfg.head_dim)
         return values_BTCW.sum(dim=-2) if self.cfg.combine == "sum" else values_BTCW.flatten(-2)
 
     def _read_at(self, ticket: Ticket | None) -> int | None:
@@ -395,17 +403,21 @@ class Table(nn.Module):
 
 
 class _Collector:
-    """Post-accumulate hook of one gathered leaf: hands its gradient to the proxy and lets go of it."""
+    """Post-accumulate hook of one gathered leaf: hands its gradient to the proxy and lets go of it.
 
-    def __init__(self, proxy: RowProxy, ids_n: Tensor, read_at: int | None) -> None:
-        self.proxy, self.ids_n, self.read_at = weakref.ref(proxy), ids_n, read_at
+    Row numbers and values are those on the store's device, which the leaf may have left; the gradient comes back there.
+    """
+
+    def __init__(self, proxy: RowProxy, ids_n: Tensor, values_nW: Tensor, read_at: int | None) -> None:
+        self.proxy, self.ids_n, self.values_nW, self.read_at = weakref.ref(proxy), ids_n, values_nW, read_at
 
     def __call__(self, leaf_nW: Tensor) -> None:
         proxy, grad_nW = self.proxy(), leaf_nW.grad
         leaf_nW.grad = None
         if proxy is None or grad_nW is None:
             return
+        grad_nW = grad_nW.to(self.ids_n.device)
         if self.read_at is None:
             proxy.collect(self.ids_n, grad_nW)
         else:
-            proxy.collect(self.ids_n, grad_nW, leaf_nW.detach(), self.read_at)
+            proxy.collect(self.ids_n, grad_nW, self.values_nW, self.read_at)

@@ -369,7 +369,7 @@ class Cell:
         """Wait until what was requested is there."""
         for step in self.handle.memory.ahead():
             for ticket in step.tickets.values():
-                ticket.future.result()
+                ticket.arrive()
 
     def _run(self, batch: Tensor) -> None:
         """One step: a forward, and when training the backward and the update."""

@@ -18,7 +18,7 @@ import engram.optim
 from engram.config import ConfigError, EngramConfig
 from engram.kernels.dispatch import BufferPool
 from engram.memory import Memory
-from engram.prefetch import Fetcher, patch
+from engram.prefetch import Fetcher, patch, patch_on_gpu
 from engram.stores import DeferredDiskStore, DeviceStore, HostStore, PinnedStore, TableSpec
 from engram.stores.formats import get_format
 
@@ -390,19 +390,25 @@ def test_a_model_with_host_rows_can_be_copied() -> None:
 def test_patching_overwrites_exactly_the_common_rows() -> None:
     values = torch.zeros(5, 2)
     new = torch.tensor([[1.0, 1], [2, 2], [3, 3]])
-    count = patch(values, torch.tensor([7, 3, 9, 3, 100]), torch.tensor([3, 8, 9]), new)
-    assert count == 3 and values[:, 0].tolist() == [0, 1, 3, 1, 0]
-    assert patch(values, torch.empty(0, dtype=torch.int64), torch.tensor([3]), torch.ones(1, 2)) == 0
-    assert patch(values, torch.tensor([7]), torch.empty(0, dtype=torch.int64), torch.ones(0, 2)) == 0
+    found, put = patch(values, torch.tensor([7, 3, 9, 3, 100]), torch.tensor([3, 8, 9]), new)
+    assert found.tolist() == [1, 2, 3] and put[:, 0].tolist() == [1, 3, 1]
+    assert values[:, 0].tolist() == [0, 1, 3, 1, 0]
+    none = torch.empty(0, dtype=torch.int64)
+    assert not len(patch(values, none, torch.tensor([3]), torch.ones(1, 2))[0])
+    assert not len(patch(values, torch.tensor([7]), none, torch.ones(0, 2))[0])
     near = torch.tensor([3 + 64, 3 + 2**40, 8 + 4096, 2**62 + 9, 2])  # the same last bits are another row
-    assert patch(values, near, torch.tensor([3, 8, 9]), new) == 0
+    assert not len(patch(values, near, torch.tensor([3, 8, 9]), new)[0])
     for _ in range(5):
         ids_U, ids_n = torch.randint(0, 3000, (500,)).unique(), torch.randint(0, 3000, (800,))
         values, new = torch.randn(800, 3), torch.randn(len(ids_U), 3)
         lookup = dict(zip(ids_U.tolist(), new, strict=True))
         expected = torch.stack([lookup.get(row, old) for row, old in zip(ids_n.tolist(), values.clone(), strict=True)])
-        assert patch(values, ids_n, ids_U, new) == sum(row in lookup for row in ids_n.tolist()) > 50
-        assert torch.equal(values, expected)
+        on_a_gpu = values.clone()
+        assert patch_on_gpu(on_a_gpu, ids_n, ids_U, new) == sum(row in lookup for row in ids_n.tolist()) > 50
+        found, put = patch(values, ids_n, ids_U, new)
+        assert torch.equal(values, expected) and torch.equal(on_a_gpu, expected)
+        assert [int(n) for n in found] == [n for n, row in enumerate(ids_n.tolist()) if row in lookup]
+        assert torch.equal(put, expected[found])
 
 
 def test_rows_are_patched_before_a_slow_write_and_no_layer_waits_for_it() -> None:

@@ -394,6 +394,52 @@ def test_training_keeps_no_state_and_gradients_do_not_depend_on_the_cache(build:
         torch.testing.assert_close(one, other)
 
 
+def test_decoding_in_a_compiled_model_compiles_nothing_new(build: Any) -> None:
+    """A history and a convolution tail of fixed size: the second decoded token runs the graphs of the first."""
+    model, handle = build("llama")
+    ids, graphs = _ids(1, 20), []
+    judge = _whole(model, ids)
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=count, dynamic=False)
+    cache, counted = StaticCache(config=model.config, max_cache_len=24), []
+    with torch.no_grad():
+        logits = [compiled(ids[:, :9], cache=cache, use_cache=True).logits]
+        for position in range(9, 20):
+            logits.append(compiled(ids[:, position : position + 1], cache=cache, use_cache=True).logits)
+            counted.append(len(graphs))
+    torch.testing.assert_close(torch.cat(logits, dim=1), judge, rtol=TOLERANCE, atol=TOLERANCE)
+    assert counted[0] > 0 and counted[-1] == counted[3], counted
+    assert handle.stats()[0]["forwards"] == 13
+
+
+@pytest.mark.parametrize("package", ["quanto", "hqq"])
+def test_quantised_caches(package: str, build: Any, tiny_model: TinyModel) -> None:
+    """Rows are the same bits; logits are off by what the host's own are off."""
+    pytest.importorskip("optimum.quanto" if package == "quanto" else "hqq")
+    from transformers import QuantizedCache
+
+    ids = _ids(1, 20)
+
+    def cache(model: Any) -> Any:
+        return QuantizedCache(package, model.config, nbits=4 if package == "quanto" else 8, residual_length=4)
+
+    plain = tiny_model("llama", head_dim=64)
+    own = (_in_pieces(plain, None, ids, [8], cache(plain))["logits"] - _whole(plain, ids)).abs().max()
+    model = tiny_model("llama", head_dim=64)
+    handle = engram.attach(model, CFG)
+    for layer in handle.memory.modules_by_layer():
+        layer.table.store.rows.normal_()
+        layer.conv.data.normal_()
+    found = _in_pieces(model, handle, ids, [8], cache(model))
+    assert torch.equal(found["rows"], _rows(handle, ids))
+    assert float(own) > 0 and float((found["logits"] - _whole(model, ids)).abs().max()) < 4 * float(own) + TOLERANCE
+
+
 def test_columns_are_copied_seldom_and_counted_right() -> None:
     columns, judge = Columns(), torch.empty(2, 0)
     for n in range(100):

@@ -104,8 +104,14 @@ class Host:
         return found
 
 
+WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+"""Of torch.compile and of several devices: they look at the modules when they are made, so they come after `attach`."""
+
+
 def base_of(model: nn.Module) -> nn.Module:
-    """The language model itself, where an adapter library has wrapped it."""
+    """The language model itself, where an adapter library has wrapped it. Raises ConfigError for other wrappers."""
+    if type(model).__name__ in WRAPPERS:
+        raise ConfigError(f"model: {type(model).__name__} is a wrapper; attach to the model first, then wrap it")
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if callable(unwrap) else model  # type: ignore[no-any-return]
 

@@ -206,6 +206,10 @@ def test_attach_refuses_and_leaves_the_model_as_it_was(tiny_model: TinyModel) ->
     assert list(model.state_dict()) == keys and not model.model._forward_pre_hooks
     with pytest.raises(ConfigError, match=r"deepseek_v3, .*llama.*does not count num_hidden_layers"):
         engram.attach(nn.Linear(3, 3), CFG)
+    with pytest.raises(ConfigError, match="OptimizedModule is a wrapper; attach to the model first"):
+        engram.attach(torch.compile(model), CFG)
+    with pytest.raises(ConfigError, match="DataParallel is a wrapper"):
+        engram.attach(nn.DataParallel(model), CFG)
     engram.attach(model, CFG)
     with pytest.raises(ConfigError, match="has a memory already"):
         engram.attach(model, CFG)

@@ -294,3 +294,14 @@ def test_memory_sits_on_the_first_float_type_of_quantised_weights(tiny_model: Ti
     model.model.embed_tokens.weight = nn.Parameter(torch.zeros(VOCAB, 32, dtype=torch.uint8), requires_grad=False)
     handle = engram.attach(model, CFG)
     assert all(p.dtype == torch.float32 for p in _dense(handle))
+
+
+def test_the_page_lists_every_host_and_what_fails_in_it(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "hosts.md").read_text(encoding="utf-8")
+    table = page.split("<!-- hosts -->")[1].split("<!-- /hosts -->")[0].strip().splitlines()[2:]
+    listed = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    expected = [
+        [entry.name, f"`{kind}`", "yes" if entry.values else "no (latent attention)", ", ".join(entry.fails)]
+        for kind, entry in ENTRIES.items()
+    ]
+    assert listed == expected

@@ -378,11 +378,18 @@ class _BeforeBlock:
         self.handle, self.layer = handle, layer
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        memory = self.handle.memory
         if args:
-            return (args[0] + memory(self.layer, args[0]), *args[1:]), kwargs
+            return (args[0] + self._update(args[0]), *args[1:]), kwargs
         x = kwargs["hidden_states"]
-        return args, {**kwargs, "hidden_states": x + memory(self.layer, x)}
+        return args, {**kwargs, "hidden_states": x + self._update(x)}
+
+    def _update(self, x: Tensor) -> Tensor:
+        host = self.handle.host
+        if not host.entry.flat:
+            return self.handle.memory(self.layer, x)  # type: ignore[no-any-return]
+        x_BTSD = x.unflatten(-1, (host.streams, -1))
+        update: Tensor = self.handle.memory(self.layer, x_BTSD)
+        return update.flatten(-2)
 
 
 class _IntoValues:

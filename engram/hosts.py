@@ -24,6 +24,7 @@ class HostEntry:
     decoder     path of the decoder in the language model; the model itself where it has no such part.
     blocks, embedding   names in the decoder.
     streams     config field with the number of residual streams; None is one stream.
+    flat        the streams lie side by side in one hidden state [B, T, S * D].
     attention, values   path in a block of the attention, and of the linear layer in it that makes the values; None
                 where a family has none (latent attention).
     fused       what `values` makes: "v", or queries, keys and values in one: "qkv" (one after another), or "heads" (the
@@ -37,6 +38,7 @@ class HostEntry:
     blocks: str = "layers"
     embedding: str = "embed_tokens"
     streams: str | None = None
+    flat: bool = False
     attention: str = "self_attn"
     values: str | None = "v_proj"
     fused: str = "v"
@@ -64,6 +66,9 @@ ENTRIES: dict[str, HostEntry] = {
     ),
     "deepseek_v3": HostEntry("DeepSeek-V3", values=None),
     "deepseek_v4": HostEntry("DeepSeek-V4", streams="hc_mult", values=None, fails=("lazy", "static", "drafts")),
+    "qwen4_exp_text": HostEntry(
+        "Qwen4-Exp", streams="hc_count", flat=True, values=None, fails=("packing", "lazy", "drafts")
+    ),
 }
 
 

@@ -145,8 +145,18 @@ def _tiny_model(kind: str = "llama", vocab_size: int = 64, seed: int = 0, layers
         "deepseek_v4": ("DeepseekV4", {**common, **streams}),
         "gpt_oss": ("GptOss", {**common, **half, **few_experts}),
     }
+    kinds["qwen4_exp_text"] = (
+        "Qwen4Exp",
+        {
+            **common, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16, "hc_count": 4, "hc_lowrank": 8, "ple_layer_ids": [],
+            "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "indexed_attention"] * (layers // 2), "indexer_n_heads": 2,
+            "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64, "indexer_compress_ratio": 4,
+        },
+    )  # fmt: skip
     name, fields = kinds[kind]
-    configs = {"gemma3_text": "Gemma3TextConfig"}
+    configs = {"gemma3_text": "Gemma3TextConfig", "qwen4_exp_text": "Qwen4ExpTextConfig"}
     config = getattr(transformers, configs.get(kind, f"{name}Config"))(**{**fields, **changes})
     head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     # Weights are drawn from the global generator: the seed is set last, and the caller's state put back.

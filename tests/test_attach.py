@@ -17,7 +17,7 @@ from engram.config import ConfigError, EngramConfig
 from engram.hosts import ENTRIES
 from engram.memory import UNREACHED_LIMIT, Memory
 
-ONE_OF_EACH_KIND = ("llama", "gpt2", "gemma3_text", "deepseek_v3")
+ONE_OF_EACH_KIND = ("llama", "gpt2", "gemma3_text", "deepseek_v3", "qwen4_exp_text")
 HOSTS = [kind if kind in ONE_OF_EACH_KIND else pytest.param(kind, marks=pytest.mark.slow) for kind in ENTRIES]
 VOCAB = 64
 CFG = EngramConfig(hidden_size=32, layers=(0, 1), heads=2, head_dim=8, rows=211)
@@ -25,7 +25,7 @@ TinyModel = Callable[..., Any]
 
 
 def _cfg(kind: str) -> EngramConfig:
-    return CFG.replace(branches=4 if kind == "deepseek_v4" else 1)
+    return CFG.replace(branches=4 if ENTRIES[kind].streams else 1)
 
 
 def _ids(batch: int = 2, length: int = 12) -> Tensor:

@@ -105,11 +105,11 @@ def run_config(
     cfg = from_dict(AdaptConfig, {**raw, "model": model, "data": section})
     require(cfg.memory is not None, "memory: the configuration has no `memory` section")
     if dry_run:
-        return plan(cfg)
-    return adapt(cfg, Path(out) if out else Path("runs") / f"{Path(config).stem}-{cfg.seed}", resume)
+        return planned(cfg)
+    return train_memory(cfg, Path(out) if out else Path("runs") / f"{Path(config).stem}-{cfg.seed}", resume)
 
 
-def plan(cfg: AdaptConfig) -> dict[str, Any]:
+def planned(cfg: AdaptConfig) -> dict[str, Any]:
     """The complete configuration, the memory as it will be, and what will learn; trains nothing."""
     handle = put_into(cfg, load_model(cfg))
     try:
@@ -124,7 +124,7 @@ def plan(cfg: AdaptConfig) -> dict[str, Any]:
         handle.memory.close()
 
 
-def adapt(cfg: AdaptConfig, folder: Path, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+def train_memory(cfg: AdaptConfig, folder: Path, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
     """Train the memory of one model in `folder` -> its result. Raises ConfigError as `train_run` does."""
     if cfg.threads:
         torch.set_num_threads(cfg.threads)

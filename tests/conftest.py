@@ -151,8 +151,9 @@ def _tiny_model(kind: str = "llama", vocab_size: int = 64, seed: int = 0, layers
             **common, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 16, "hc_count": 4, "hc_lowrank": 8, "ple_layer_ids": [],
             "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "indexed_attention"] * (layers // 2), "indexer_n_heads": 2,
-            "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64, "indexer_compress_ratio": 4,
+            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "indexed_attention"] * (layers // 2),
+            "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
+            "indexer_compress_ratio": 4,
         },
     )  # fmt: skip
     name, fields = kinds[kind]

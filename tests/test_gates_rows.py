@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engram.attaching import attach

@@ -28,6 +28,7 @@ from engram.compress import TokenMap
 from engram.config import ConfigError, EngramConfig
 from engram.hosts import Host, find
 from engram.memory import Memory
+from engram.saving import PlainSaver, SavesMemory
 from engram.table import RowProxy
 from engram.window import positions_from_segments, segments_from_positions
 
@@ -122,12 +123,13 @@ def _check(cfg: EngramConfig, host: Host) -> None:
         raise ConfigError("site: 'value' is not available in this version; use 'residual' or 'embedding'")
 
 
-class Handle:
+class Handle(SavesMemory):
     """A memory inside a host model: taps, statistics, switching off, taking out."""
 
     def __init__(self, model: nn.Module, memory: Memory, host: Host) -> None:
         self.model, self.memory, self.host = model, memory, host
         self._off = self._inside = False
+        self._saver = PlainSaver(model, memory)
         self._names = [name for name in inspect.signature(host.decoder.forward).parameters if name != "kwargs"]
         self._hooks = [
             host.decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -145,6 +147,7 @@ class Handle:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._saver.remove()
         self.memory.drop_fetches()
         if getattr(self.model, "engram", None) is self.memory:
             del self.model.engram

@@ -111,9 +111,13 @@ class TokenMap:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")
-        about = {"version": MAP_VERSION, "sha256": self.sha256, "unmapped": self.unmapped, "kind": self.kind}
-        save_file({"map": self.map}, aside, metadata={"engram_token_map": json.dumps(about)})
+        save_file({"map": self.map}, aside, metadata=self.metadata())
         os.replace(aside, path)
+
+    def metadata(self) -> dict[str, str]:
+        """What stands in the header of the map's file: version, hash, and how it was built."""
+        about = {"version": MAP_VERSION, "sha256": self.sha256, "unmapped": self.unmapped, "kind": self.kind}
+        return {"engram_token_map": json.dumps(about)}
 
     @classmethod
     def load(cls, path: str | Path, sha256: str | None = None) -> TokenMap:

@@ -26,6 +26,7 @@ MADE_HERE = {"runs", "build", "dist"}
 
 ENGRAM_ORDER = (
     "strict",
+    "tensorfiles",
     "config",
     "families",
     "compress",
@@ -38,6 +39,8 @@ ENGRAM_ORDER = (
     "layer",
     "memory",
     "minimal",
+    "modelcard",
+    "saving",
     "hosts",
     "attaching",
     "backbone",

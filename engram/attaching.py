@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from engram.compress import TokenMap
 from engram.config import ConfigError, EngramConfig
+from engram.editing import EditsRows
 from engram.hosts import Host, find
 from engram.memory import Memory
 from engram.saving import PlainSaver, SavesMemory
@@ -84,6 +85,13 @@ def _keep_from_ddp(model: nn.Module, memory: Memory) -> None:
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = [*ignored, *names]
 
 
+def _give_back_to_ddp(model: nn.Module) -> None:
+    """The other way round: names of the memory are taken off the list, and the list with the last of them."""
+    ignored = [name for name in model.__dict__.pop("_ddp_params_and_buffers_to_ignore") if name[:7] != "engram."]
+    if ignored:
+        model.__dict__["_ddp_params_and_buffers_to_ignore"] = ignored
+
+
 def _token_map(cfg: EngramConfig, tokenizer: Any, token_map: TokenMap | None, vocab_size: int) -> TokenMap | None:
     """The map to use: none without `compress`, else the given one or the tokenizer's, which must agree."""
     if not cfg.compress:
@@ -123,7 +131,7 @@ def _check(cfg: EngramConfig, host: Host) -> None:
         raise ConfigError("site: 'value' is not available in this version; use 'residual' or 'embedding'")
 
 
-class Handle(SavesMemory):
+class Handle(SavesMemory, EditsRows):
     """A memory inside a host model: taps, statistics, switching off, taking out."""
 
     def __init__(self, model: nn.Module, memory: Memory, host: Host) -> None:
@@ -151,6 +159,7 @@ class Handle(SavesMemory):
         self.memory.drop_fetches()
         if getattr(self.model, "engram", None) is self.memory:
             del self.model.engram
+            _give_back_to_ddp(self.model)
         return self.model
 
     def prefetch(

@@ -27,13 +27,13 @@ INTRODUCTION = (
 class CardFacts:
     """What a card says.
 
-    tables      (layer, rows, width, bytes) of each table.
-    files       (name, bytes) of every file beside the card.
+    tables      (layer, rows, width, number of files, bytes of those) of each table.
+    files       (name, bytes) of every other file.
     base_model  name on the Hub, None where it is not known; base_type is its `model_type`.
     """
 
     cfg: EngramConfig
-    tables: Sequence[tuple[int, int, int, int]]
+    tables: Sequence[tuple[int, int, int, int, int]]
     files: Sequence[tuple[str, int]]
     dense_parameters: int
     vocab_size: int
@@ -52,6 +52,8 @@ def card_text(facts: CardFacts) -> str:
     kind = f" (model type `{facts.base_type}`)" if facts.base_type is not None else ""
     rows, values = sum(table[1] for table in tables), sum(table[1] * table[2] for table in tables)
     ids = f"{facts.vocab_size:,} classes of a token map, sha256 `{facts.token_map_sha256}`"
+    everything = len(facts.files) + sum(table[3] for table in tables)
+    total = sum(size for _, size in facts.files) + sum(table[4] for table in tables)
     lines = [
         "---",
         yaml.safe_dump(metadata, sort_keys=False).strip(),
@@ -74,14 +76,14 @@ def card_text(facts: CardFacts) -> str:
         f"- Hashed ids: {ids if facts.token_map_sha256 is not None else f'{facts.vocab_size:,} raw ids'}.",
         f"- {rows:,} rows, {values:,} values stored as {cfg.row_dtype}; {facts.dense_parameters:,} dense parameters.",
         "",
-        "| layer | rows | width | size |",
-        "| --: | --: | --: | --: |",
-        *[f"| {layer} | {count:,} | {width} | {size_text(size)} |" for layer, count, width, size in tables],
-        "",
-        "| file | size |",
-        "| :-- | --: |",
-        *[f"| `{name}` | {size_text(size)} |" for name, size in facts.files],
-        f"| together | {size_text(sum(size for _, size in facts.files))} |",
+        "| what | files | size |",
+        "| :-- | --: | --: |",
+        *[f"| `{name}` | 1 | {size_text(size)} |" for name, size in facts.files],
+        *[
+            f"| layer {layer}: {count:,} rows of {width} values | {files} | {size_text(size)} |"
+            for layer, count, width, files, size in tables
+        ],
+        f"| together | {everything} | {size_text(total)} |",
         "",
     ]
     return "\n".join(lines)

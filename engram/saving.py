@@ -288,8 +288,8 @@ def _write_card(folder: Path, index: Index, tensors: dict[str, Tensor]) -> None:
     constants = ("hash.multipliers", "hash.sizes", "hash.offsets", "hash.digest")
     facts = CardFacts(
         index.config,
-        [(table.layer, table.rows, table.width, table.rows * table.row_bytes) for table in index.tables],
-        [(file.file, file.bytes) for file in index.files()],
+        [(t.layer, t.rows, t.width, len(t.shards), sum(shard.bytes for shard in t.shards)) for t in index.tables],
+        [(file.file, file.bytes) for file in (index.dense, index.token_map) if file is not None],
         sum(tensor.numel() for name, tensor in tensors.items() if not name.endswith(constants)),
         index.vocab_size,
         index.token_map_sha256,

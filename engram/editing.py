@@ -173,11 +173,11 @@ def edit(
     stored_HW = codec.decode(codec.encode(value_HW / table.scale))  # refuses what no row can hold
     if table.scale == 1:  # a bf16 table rounds at random, and fetches under way are patched before rows are rounded
         value_HW = stored_HW
-    ids_H, order_H = rows_H.to(table.store.device).sort()  # a write takes rows in ascending order
-    old_HW = table.read(rows_H.to(table.store.device)).cpu().clone()
-    table.write(ids_H, value_HW.to(table.store.device)[order_H])
+    ids_H = rows_H.to(table.store.device)  # ascending, as a write wants them: each head has the next part of the table
+    old_HW = table.read(ids_H).cpu().clone()
+    table.write(ids_H, value_HW.to(table.store.device))
     table.flush()
-    new_HW = table.read(rows_H.to(table.store.device)).cpu().clone()
+    new_HW = table.read(ids_H).cpu().clone()
     rows, changed = rows_H.tolist(), None
     if others is not None:
         changed = others.together([others.sharing(first + head, row, window) for head, row in enumerate(rows)])

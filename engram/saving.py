@@ -373,9 +373,8 @@ class PlainSaver:
         if state_dict is not None:
             state_dict = {name: value for name, value in state_dict.items() if not name.startswith("engram.")}
         own = self._before or partial(type(self.model).save_pretrained, self.model)  # type: ignore[attr-defined]
-        attached = self.model._modules.pop(
-            "engram", None
-        )  # so that counts, quantizers and state_dict see the plain base
+        # out of the way, so that parameter counts, quantizers and state_dict see the plain base
+        attached = self.model._modules.pop("engram", None)
         try:
             return own(save_directory, is_main_process, state_dict, **kwargs)
         finally:

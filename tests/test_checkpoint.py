@@ -45,6 +45,7 @@ def test_logits_and_rows_come_back_bit_for_bit(
     expected, base = logits(model, ids), logits(tiny_model(kind), ids)
     handle.save_pretrained(tmp_path / "saved", max_shard_size=5_000)
     assert len(list((tmp_path / "saved").glob("rows-layer-0-*"))) > 1, "the test wants several shards"
+    assert str(tmp_path) not in (tmp_path / "saved" / "engram.json").read_text(encoding="utf-8")
     fresh = tiny_model(kind)
     there = load(fresh, tmp_path / "saved", path=tmp_path / "other" if placement == "disk" else None)
     assert there.memory.cfg == placed(cfg, placement, tmp_path / "other")
@@ -262,3 +263,24 @@ def test_models_from_the_meta_device_and_casts(
     memory.to_empty(device="cpu")
     fill(memory, tmp_path)
     assert_same_rows(handle.memory, memory)
+
+
+def test_a_trainer_saves_both_and_a_run_goes_on_from_there(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, texts = tiny_model("llama"), [{"input_ids": ids, "labels": ids} for ids in some_ids().repeat(2, 1)]
+    handle = engram.attach(model, CFG)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[]
+    )
+    optimizer = engram.optim.build(model, lr=1e-2)
+    trainer = transformers.Trainer(model, arguments, train_dataset=texts, optimizers=(optimizer, None))  # type: ignore[arg-type]
+    trainer.train()
+    folder = tmp_path / "checkpoint-2"
+    model.eval()
+    ids = some_ids()
+    expected = logits(model, ids)
+    both = engram.from_pretrained(folder)
+    assert torch.equal(logits(both.model.eval(), ids), expected)
+    other = tiny_model("llama")
+    again = engram.attach(other, CFG)
+    fill(again.memory, folder)
+    assert_same_rows(handle.memory, again.memory)

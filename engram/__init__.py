@@ -20,6 +20,8 @@ _NAMES = {
     "Memory": "engram.memory:Memory",
     "attach": "engram.attaching:attach",
     "Handle": "engram.attaching:Handle",
+    "load": "engram.checkpoint:load",
+    "from_pretrained": "engram.checkpoint:from_pretrained",
     "families": "engram.families",
     "optim": "engram.optim",
 }

@@ -30,8 +30,10 @@ from engram.caches import CACHE_NAMES, cache_in, given_cache, new_tokens_kept, p
 from engram.compress import TokenMap
 from engram.config import ConfigError, EngramConfig
 from engram.decoding import DecodeState
+from engram.editing import EditsRows
 from engram.hosts import Host, base_of, find
 from engram.memory import Memory
+from engram.saving import PlainSaver, SavesMemory
 from engram.table import RowProxy
 from engram.window import positions_from_segments, segments_from_positions
 
@@ -132,6 +134,13 @@ def _keep_from_ddp(model: nn.Module, memory: Memory) -> None:
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = [*ignored, *names]
 
 
+def _give_back_to_ddp(model: nn.Module) -> None:
+    """The other way round: names of the memory are taken off the list, and the list with the last of them."""
+    ignored = [name for name in model.__dict__.pop("_ddp_params_and_buffers_to_ignore") if name[:7] != "engram."]
+    if ignored:
+        model.__dict__["_ddp_params_and_buffers_to_ignore"] = ignored
+
+
 def _token_map(cfg: EngramConfig, tokenizer: Any, token_map: TokenMap | None, vocab_size: int) -> TokenMap | None:
     """The map to use: none without `compress`, else the given one or the tokenizer's, which must agree."""
     if not cfg.compress:
@@ -175,7 +184,7 @@ def _check(cfg: EngramConfig, host: Host) -> None:
             raise ConfigError(f"head_dim: {cfg.head_dim}; summed rows at site 'value' need {host.value_width}")
 
 
-class Handle:
+class Handle(SavesMemory, EditsRows):
     """A memory inside a host model: taps, statistics, what learns, switching off, taking out.
 
     model is the language model that carries the memory; `wrapper` what was given to `attach` (an adapter library may
@@ -187,6 +196,7 @@ class Handle:
         self.wrapper = model if wrapper is None else wrapper
         self._off = self._inside = False
         self._state: DecodeState | None = None
+        self._saver = PlainSaver(model, memory)
         self._names = [name for name in inspect.signature(host.decoder.forward).parameters if name != "kwargs"]
         self._hooks = [
             host.decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -205,9 +215,11 @@ class Handle:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._saver.remove()
         self.memory.drop_fetches()
         if getattr(self.model, "engram", None) is self.memory:
             del self.model.engram
+            _give_back_to_ddp(self.model)
         return self.model
 
     def prefetch(

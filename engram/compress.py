@@ -111,9 +111,13 @@ class TokenMap:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")
-        about = {"version": MAP_VERSION, "sha256": self.sha256, "unmapped": self.unmapped, "kind": self.kind}
-        save_file({"map": self.map}, aside, metadata={"engram_token_map": json.dumps(about)})
+        save_file({"map": self.map}, aside, metadata=self.metadata())
         os.replace(aside, path)
+
+    def metadata(self) -> dict[str, str]:
+        """What stands in the header of the map's file: version, hash, and how it was built."""
+        about = {"version": MAP_VERSION, "sha256": self.sha256, "unmapped": self.unmapped, "kind": self.kind}
+        return {"engram_token_map": json.dumps(about)}
 
     @classmethod
     def load(cls, path: str | Path, sha256: str | None = None) -> TokenMap:
@@ -123,12 +127,15 @@ class TokenMap:
                 about = json.loads((file.metadata() or {}).get("engram_token_map", "null"))
                 if about is None:
                     raise ConfigError(f"token map {path}: the file holds no token map")
+                version, recorded = about["version"], about["sha256"]
                 found = cls(file.get_tensor("map"), about["unmapped"], about["kind"])
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"token map {path}: cannot be read: {error}") from error
-        if about["version"] != MAP_VERSION:
-            raise ConfigError(f"token map {path}: version {about['version']}, this code reads {MAP_VERSION}")
-        for name, wanted in (("recorded", about["sha256"]), ("expected", sha256)):
+        except ConfigError:
+            raise
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"token map {path}: cannot be read: {error!r}") from error
+        if version != MAP_VERSION:
+            raise ConfigError(f"token map {path}: version {version}, this code reads {MAP_VERSION}")
+        for name, wanted in (("recorded", recorded), ("expected", sha256)):
             if wanted is not None and wanted != found.sha256:
                 raise ConfigError(
                     f"token map {path}: sha256 {found.sha256[:12]} differs from the {name} {wanted[:12]}; "

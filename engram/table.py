@@ -378,6 +378,11 @@ class Table(nn.Module):
                 self.common.scale = scale
         elif saved is not None and self.fetcher is not None and not self.fetcher.counters.updates:
             self.common.scale = scale
+        self.renew(self.scale)
+
+    def renew(self, scale: float) -> None:
+        """The stored rows were replaced from outside: `scale` is theirs, fetches and gradients under way are void."""
+        self.common.scale = scale
         if self.fetcher is not None:
             self.flush()
             self.fetcher.replaced()

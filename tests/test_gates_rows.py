@@ -181,7 +181,7 @@ def test_counts_merge_over_buffers_and_large_vocabularies(monkeypatch: pytest.Mo
     """A buffer of 10 positions gives the same tables; so do 2^31 classes, where three of them overflow 63 bits."""
     batches = [batch(seed) for seed in range(4)]
     want = by_hand(NgramHash(CFG, 1, vocab_size=VOCAB), batches)
-    monkeypatch.setattr("engram.eval.rows.BUFFER", 10)
+    monkeypatch.setattr("engram.lookup.BUFFER", 10)
     for ngram_hash in (NgramHash(CFG, 1, vocab_size=VOCAB), NgramHash(CFG, 1)):
         got = count_ngrams(ngram_hash, batches)
         for order in (2, 3):

@@ -26,11 +26,13 @@ MADE_HERE = {"runs", "build", "dist"}
 
 ENGRAM_ORDER = (
     "strict",
+    "tensorfiles",
     "config",
     "families",
     "compress",
     "window",
     "hashing",
+    "lookup",
     "stores",
     "streams",
     "prefetch",
@@ -39,6 +41,9 @@ ENGRAM_ORDER = (
     "layer",
     "memory",
     "minimal",
+    "modelcard",
+    "saving",
+    "editing",
     "hosts",
     "caches",
     "attaching",

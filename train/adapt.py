@@ -170,4 +170,6 @@ def put_into(cfg: AdaptConfig, model: nn.Module, tokenizer: Any = None) -> Handl
         longest is None or cfg.data.seq_len <= longest,
         f"data.seq_len: {cfg.data.seq_len} exceeds the {longest} positions of the model",
     )
-    return attach(model, memory, tokenizer if memory.compress else None, trainable=cfg.trainable)
+    with torch.random.fork_rng(devices=[]):  # the memory starts from the run's seed, whatever ran before
+        torch.manual_seed(cfg.seed)
+        return attach(model, memory, tokenizer if memory.compress else None, trainable=cfg.trainable)

@@ -1,4 +1,7 @@
-"""Rows as one tensor, in any row format, on the module's device: HBM, or RAM on a machine without a GPU."""
+"""Rows as one tensor, in any row format, on the module's device: HBM, or RAM on a machine without a GPU.
+
+Shapes: R rows, n rows, U distinct rows, W row width, b bytes a row.
+"""
 
 from __future__ import annotations
 
@@ -127,6 +130,20 @@ class DeviceStore(nn.Module):
     def update(self, ids_U: Tensor, values_UW: Tensor) -> None:
         """Write the values of distinct rows, in place."""
         self.rows.index_copy_(0, ids_U, self._stored(values_UW))
+
+    def read_range(self, start: int, stop: int) -> Tensor:
+        """Rows start to stop - 1 exactly as they are stored: bytes of the row format, uint8 [n, b], on a CPU."""
+        return self.rows[start:stop].detach().cpu().view(torch.uint8)
+
+    @torch.no_grad()
+    def write_range(self, start: int, bytes_nb: Tensor) -> None:
+        """Put rows from `start` on to bytes [n, b] that `read_range` gave. Raises ValueError where they do not fit."""
+        if bytes_nb.shape[1] != self.codec.row_bytes or not 0 <= start <= self.spec.rows - len(bytes_nb):
+            raise ValueError(
+                f"rows: bytes {list(bytes_nb.shape)} from row {start} on do not fit a table of {self.spec.rows} rows "
+                f"of {self.codec.row_bytes} bytes"
+            )
+        self.rows[start : start + len(bytes_nb)].copy_(bytes_nb.view(self.dtype))
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes by device type."""

@@ -207,13 +207,41 @@ class DiskStore:
                 raise ValueError(f"disk store {self.path}: row {row} is given twice; sum or choose before the update")
             access.check(ids)
             bytes_Ub = self._rows.encode(values_UW.detach().cpu(), torch.as_tensor(ids_U).cpu()).numpy()[order]
-            for start in range(0, len(ids), self._chunk):
-                part = slice(start, start + self._chunk)
-                try:
-                    self._overwrite(ids[part], bytes_Ub[part])
-                except BaseException as error:
-                    self._broken = f"an update failed ({error!r})"
-                    raise
+            self._overwrite_all(ids, bytes_Ub)
+
+    @torch.no_grad()
+    def read_range(self, start: int, stop: int) -> Tensor:
+        """Rows start to stop - 1 exactly as they are stored: bytes of the row format, uint8 [n, b].
+
+        Rows that were never written have their initial values. Raises IndexError and RuntimeError as `gather` does.
+        """
+        with self._lock:
+            access, ids = self._rows_of_file, self._check_ids(torch.arange(start, stop))
+            bytes_nb = np.zeros((len(ids), self._rows.row_bytes), dtype=np.uint8)
+            touched = self._touched.get(ids)
+            there, fresh = np.flatnonzero(touched), np.flatnonzero(~touched)
+            for first in range(0, len(there), self._chunk):
+                part = there[first : first + self._chunk]
+                bytes_nb[part] = access.read(ids[part])
+            if len(fresh) and not self.spec.zeros:
+                bytes_nb[fresh] = self._rows.encode(self.spec.initial(torch.from_numpy(ids[fresh]))).numpy()
+            return torch.from_numpy(bytes_nb)
+
+    def write_range(self, start: int, bytes_nb: Tensor) -> None:
+        """Put rows from `start` on to bytes uint8 [n, b] that `read_range` gave; like `update` in all else.
+
+        Rows of zeros leave the file sparse where that is what untouched rows are.
+        """
+        with self._lock:
+            require(not self.read_only, f"disk store {self.path}: opened with read_only; it takes no updates")
+            ids = self._check_ids(torch.arange(start, start + len(bytes_nb)))
+            if tuple(bytes_nb.shape) != (len(ids), self._rows.row_bytes):
+                raise ValueError(f"rows: {list(bytes_nb.shape)} bytes, the rows have {self._rows.row_bytes} each")
+            new_nb = bytes_nb.numpy()
+            if self.spec.zeros:
+                needed = np.flatnonzero(new_nb.any(axis=1) | self._touched.get(ids))
+                ids, new_nb = ids[needed], new_nb[needed]
+            self._overwrite_all(ids, new_nb)
 
     def warm(self, ids: Tensor) -> int:
         """Row numbers, most wanted first -> how many of them are now kept in RAM (at most `cache_rows`).
@@ -412,6 +440,16 @@ class DiskStore:
             return np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=np.int64)
         slot = np.minimum(np.searchsorted(self._cache_ids, ids), len(self._cache_ids) - 1)
         return self._cache_ids[slot] == ids, slot
+
+    def _overwrite_all(self, ids: np.ndarray, new_Ub: np.ndarray) -> None:
+        """Sorted distinct rows and their bytes, a piece at a time; where one fails the store is of no more use."""
+        for start in range(0, len(ids), self._chunk):
+            part = slice(start, start + self._chunk)
+            try:
+                self._overwrite(ids[part], new_Ub[part])
+            except BaseException as error:
+                self._broken = f"an update failed ({error!r})"
+                raise
 
     def _overwrite(self, ids: np.ndarray, new_Ub: np.ndarray) -> None:
         """Sorted distinct rows and their bytes: old bytes to the journal, then new ones to the file."""

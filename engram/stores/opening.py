@@ -54,6 +54,14 @@ class DeferredDiskStore:
         """Write the values of distinct rows."""
         self.open().update(ids_U, values_UW)
 
+    def read_range(self, start: int, stop: int) -> Tensor:
+        """See DiskStore."""
+        return self.open().read_range(start, stop)
+
+    def write_range(self, start: int, bytes_nb: Tensor) -> None:
+        """See DiskStore."""
+        self.open().write_range(start, bytes_nb)
+
     def bytes_held(self) -> dict[str, int]:
         """Bytes by place; nothing before the file is open."""
         return {"disk": 0} if self._opened is None else self._opened.bytes_held()

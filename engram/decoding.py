@@ -18,7 +18,6 @@ Shapes: B batch, T new positions, L positions so far, N longest n-gram, K taps, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,8 +185,3 @@ class DecodeState:
         self._ids.keep(self.ids)
         for columns in self._inputs.values():
             columns.keep(self.taps)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy of a cache is a state of its own, with what the last forward added."""
-        self.settle()
-        return self.__dict__.copy()

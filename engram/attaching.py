@@ -87,7 +87,7 @@ def _keep_from_ddp(model: nn.Module, memory: Memory) -> None:
 
 def _give_back_to_ddp(model: nn.Module) -> None:
     """The other way round: names of the memory are taken off the list, and the list with the last of them."""
-    ignored = [name for name in model.__dict__.pop("_ddp_params_and_buffers_to_ignore") if name[:7] != "engram."]
+    ignored = [name for name in model.__dict__.pop("_ddp_params_and_buffers_to_ignore", []) if name[:7] != "engram."]
     if ignored:
         model.__dict__["_ddp_params_and_buffers_to_ignore"] = ignored
 

@@ -23,6 +23,7 @@ from engram.checkpoint import fill, find_memory, load
 from engram.config import ConfigError, EngramConfig
 from engram.memory import Memory
 from engram.saving import save
+from engram.stores import TableSpec
 from engram.stores.formats import FORMATS
 
 PLACEMENTS = ("device", "host", "pinned", "disk")
@@ -65,6 +66,19 @@ def test_rows_may_move_to_another_store(placement: str, tiny_model: TinyModel, t
     if path is not None:  # a file goes back to its last checkpoint when it is opened
         again = engram.attach(tiny_model("llama"), placed(CFG.replace(row_dtype="bf16"), "disk", path))
         assert_same_rows(handle.memory, again.memory)
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "pinned"])
+def test_loading_makes_no_initial_values_that_it_would_overwrite(
+    placement: str, saved: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def initial(*args: Any) -> Any:
+        raise AssertionError("initial values were asked for")
+
+    monkeypatch.setattr(TableSpec, "initial", initial)
+    load(tiny_model("llama"), saved, placement=placement)
+    with pytest.raises(AssertionError, match="initial values"):
+        engram.attach(tiny_model("llama"), CFG)
 
 
 def test_safetensors_reads_the_same_rows(saved: Path, tiny_model: TinyModel) -> None:

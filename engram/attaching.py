@@ -8,6 +8,8 @@ A hook at the decoder's entry hashes the ids once for all layers; a hook before 
 update to the hidden state, before the block's attention. The memory is the submodule `model.engram`, so `.to()`,
 `parameters()` and `state_dict()` see it.
 
+Decoding with a cache is the same function: the cache carries the memory's state (engram/caches.py).
+
 Packed documents: transformers isolates them in attention only when position ids restart, no attention mask is given and
 no cache is used. The same restarts (or a `segment_ids` argument, which is taken out here) cut hash and convolution.
 """
@@ -19,22 +21,24 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from engram.caches import CACHE_NAMES, cache_in, given_cache, new_tokens_kept, put_state, state_in
 from engram.compress import TokenMap
 from engram.config import ConfigError, EngramConfig
+from engram.decoding import DecodeState
 from engram.editing import EditsRows
-from engram.hosts import Host, find
+from engram.hosts import Host, base_of, find
 from engram.memory import Memory
 from engram.saving import PlainSaver, SavesMemory
 from engram.table import RowProxy
 from engram.window import positions_from_segments, segments_from_positions
 
 log = logging.getLogger("engram")
-CACHE_NAMES = ("cache", "past_key_values")  # transformers renamed the argument during 5.x
+Trainable = Literal["all", "memory", "memory+norms"]
 
 
 def attach(
@@ -44,15 +48,21 @@ def attach(
     token_map: TokenMap | None = None,
     *,
     rows_of: Handle | Memory | None = None,
+    trainable: Trainable = "all",
 ) -> Handle:
     """Add a memory to a transformers decoder model, in place, and return its handle.
 
+    A fresh memory does not change what the model computes, and learns from the first step: rows start at zero, or the
+    value projection does where `cfg.init` gives rows another start. Only `mix: mean` (LongCat) and summed rows that
+    start normal (BLT) change the model from the beginning, which is said once.
+
     cfg.compress needs `tokenizer` (or a finished `token_map`); without it raw ids are hashed.
-    rows_of  another model's handle or memory, whose rows this one uses instead of its own; see `Memory`.
+    rows_of    another model's handle or memory, whose rows this one uses instead of its own; see `Memory`.
+    trainable  what learns; see `Handle.set_trainable`.
     Raises ConfigError, with the model left as it was, when the architecture is unknown, a block does not exist, widths
     or residual streams differ, a map is missing, a memory is attached already, or `rows_of` has other rows.
     """
-    host = find(model)
+    host, wrapper, model = find(model), model, base_of(model)
     if isinstance(getattr(model, "engram", None), Memory):
         raise ConfigError("attach: this model has a memory already; handle.detach() removes it")
     if hasattr(model, "engram"):
@@ -67,14 +77,53 @@ def attach(
     first = next(host.decoder.parameters())
     with torch.device(first.device):
         shared = rows_of.memory if isinstance(rows_of, Handle) else rows_of
-        memory = Memory(cfg, None if token_map is not None else vocab_size, token_map, rows_of=shared)
+        width = host.value_width if cfg.site == "value" else None
+        memory = Memory(
+            cfg, None if token_map is not None else vocab_size, token_map, rows_of=shared, value_width=width
+        )
     memory.to(first.device)
-    for layer in memory.layers.values():
-        layer.to(first.dtype)
+    dtype = first.dtype if first.is_floating_point() else torch.get_default_dtype()  # quantised weights are integers
+    for block, layer in zip(cfg.layers, memory.modules_by_layer(), strict=True):
+        layer.to(_device_of(host, block), dtype)
+    _start_silent(memory)
     memory.train(model.training)
     model.engram = memory
     _keep_from_ddp(model, memory)
-    return Handle(model, memory, host)
+    handle = Handle(model, memory, host, wrapper)
+    if trainable != "all":
+        handle.set_trainable(trainable)
+    return handle
+
+
+def _device_of(host: Host, block: int) -> torch.device:
+    """Where a block computes: `device_map` may spread them. Blocks that are fetched when they run say so by a hook."""
+    module = host.blocks[block]
+    execution = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if execution is not None:
+        return torch.device(execution)
+    found = next((p.device for p in module.parameters() if p.device.type != "meta"), None)
+    return next(host.decoder.parameters()).device if found is None else found
+
+
+def _start_silent(memory: Memory) -> None:
+    """Where rows do not start at zero the value projection does: never both, or nothing would ever learn."""
+    cfg = memory.cfg
+    if cfg.mix == "mean":
+        log.warning(
+            "attach: mix 'mean' divides the embedding by %d: the model computes something else from now on",
+            1 + cfg.columns,
+        )
+    if cfg.init == "zeros":
+        return
+    if cfg.combine == "sum":
+        log.warning(
+            "attach: summed rows start normal: the model computes something else from now on; init: zeros does not"
+        )
+    for layer in memory.modules_by_layer():
+        if layer.value is not None:
+            for parameter in layer.value.parameters():
+                nn.init.zeros_(parameter)
+                parameter.init_std = 0.0  # type: ignore[attr-defined]
 
 
 def _keep_from_ddp(model: nn.Module, memory: Memory) -> None:
@@ -123,32 +172,43 @@ def _check(cfg: EngramConfig, host: Host) -> None:
             )
     if cfg.hidden_size != hidden:
         raise ConfigError(f"hidden_size: {cfg.hidden_size} differs from the model's {hidden}")
-    if cfg.branches != host.entry.streams:
+    wanted = host.streams if cfg.site == "residual" else 1
+    if cfg.branches != wanted:
         raise ConfigError(
-            f"branches: {cfg.branches}, but {host.entry.name} has {host.entry.streams} residual stream(s)"
+            f"branches: {cfg.branches}, but {host.entry.name} has {wanted} stream(s) at site {cfg.site!r}"
         )
     if cfg.site == "value":
-        raise ConfigError("site: 'value' is not available in this version; use 'residual' or 'embedding'")
+        for layer in cfg.layers:
+            host.values_of(layer)
+        if cfg.combine == "sum" and cfg.head_dim != host.value_width:
+            raise ConfigError(f"head_dim: {cfg.head_dim}; summed rows at site 'value' need {host.value_width}")
 
 
 class Handle(SavesMemory, EditsRows):
-    """A memory inside a host model: taps, statistics, switching off, taking out."""
+    """A memory inside a host model: taps, statistics, what learns, switching off, taking out.
 
-    def __init__(self, model: nn.Module, memory: Memory, host: Host) -> None:
+    model is the language model that carries the memory; `wrapper` what was given to `attach` (an adapter library may
+    have wrapped the model).
+    """
+
+    def __init__(self, model: nn.Module, memory: Memory, host: Host, wrapper: nn.Module | None = None) -> None:
         self.model, self.memory, self.host = model, memory, host
+        self.wrapper = model if wrapper is None else wrapper
         self._off = self._inside = False
+        self._state: DecodeState | None = None
         self._saver = PlainSaver(model, memory)
         self._names = [name for name in inspect.signature(host.decoder.forward).parameters if name != "kwargs"]
         self._hooks = [
             host.decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
-            host.decoder.register_forward_hook(self._leave),
+            host.decoder.register_forward_hook(self._leave, with_kwargs=True),
         ]
         if memory.cfg.site == "embedding":
             self._hooks.append(host.embedding.register_forward_hook(self._at_embedding))
-        else:
-            for layer in memory.cfg.layers:
-                hook = _BeforeBlock(self, layer)
-                self._hooks.append(host.blocks[layer].register_forward_pre_hook(hook, with_kwargs=True))
+        for layer in memory.cfg.layers if memory.cfg.site == "residual" else ():
+            hook = _BeforeBlock(self, layer)
+            self._hooks.append(host.blocks[layer].register_forward_pre_hook(hook, with_kwargs=True))
+        for layer in memory.cfg.layers if memory.cfg.site == "value" else ():
+            self._hooks.append(host.values_of(layer).register_forward_hook(_IntoValues(self, layer)))
 
     def detach(self) -> nn.Module:
         """Take the memory out; the model is what it was before. Calling it twice is harmless."""
@@ -176,6 +236,53 @@ class Handle(SavesMemory, EditsRows):
         if segment_ids is None:
             segment_ids = _documents(input_ids, position_ids, attention_mask)
         self.memory.prefetch(input_ids, segment_ids=segment_ids, mask=attention_mask)
+
+    def set_trainable(self, what: Trainable) -> None:
+        """What learns: "memory" alone, "memory+norms" (of the host, too), or "all" of the model.
+
+        Rows that cannot be trained (their format, or shared with another model) stay frozen. An adapter library
+        freezes what it does not know, so call this after it. With "memory" its adapters are frozen as well. Raises
+        ValueError for anything else.
+        """
+        if what not in ("all", "memory", "memory+norms"):
+            raise ValueError(f"trainable: {what!r}; choose 'memory', 'memory+norms' or 'all'")
+        for parameter in self.wrapper.parameters():
+            if not isinstance(parameter, RowProxy) and parameter.is_floating_point():
+                parameter.requires_grad_(what == "all")
+        if what == "memory+norms":
+            for name, module in self.wrapper.named_modules():
+                if "norm" in type(module).__name__.lower() or name.rpartition(".")[2].startswith("ln_"):
+                    for parameter in module.parameters(recurse=False):
+                        parameter.requires_grad_(True)
+        for layer in self.memory.modules_by_layer():
+            for parameter in layer.parameters():
+                if not isinstance(parameter, RowProxy):
+                    parameter.requires_grad_(True)
+            if layer.table.may_train and layer.table.common.members()[0] is layer.table:
+                layer.table.trainable = True
+
+    def trainable_parameters(self) -> dict[str, int]:
+        """Numbers of values: "rows" and "dense" of the memory that learn, "host" that learns, and "all" there are."""
+        dense = [p for p in self.memory.parameters() if not isinstance(p, RowProxy)]
+        mine = {id(p) for p in self.memory.parameters()}
+        host = [p for p in self.wrapper.parameters() if id(p) not in mine]
+        rows = [m.table.store.spec for m in self.memory.modules_by_layer()]
+        learning = [m.table.store.spec for m in self.memory.modules_by_layer() if m.table.trainable]
+        return {
+            "rows": sum(spec.rows * spec.width for spec in learning),
+            "dense": sum(p.numel() for p in dense if p.requires_grad),
+            "host": sum(p.numel() for p in host if p.requires_grad),
+            "all": sum(p.numel() for p in (*dense, *host)) + sum(spec.rows * spec.width for spec in rows),
+        }
+
+    def print_trainable(self) -> None:
+        """One line: how many values of rows, of the memory's dense parts and of the host learn."""
+        counts = self.trainable_parameters()
+        learning = counts["rows"] + counts["dense"] + counts["host"]
+        print(
+            f"trainable: {counts['rows']:,} in rows, {counts['dense']:,} in the memory's dense parts, "
+            f"{counts['host']:,} in the host; {learning:,} of {counts['all']:,} ({learning / counts['all']:.2%})"
+        )
 
     def taps(self) -> Taps:
         """Detached stages by layer and name: rows and gate of the last forward at once, every stage inside `with`."""
@@ -206,36 +313,35 @@ class Handle(SavesMemory, EditsRows):
             raise ValueError(
                 "memory: this forward got inputs_embeds only; rows are addressed by token ids, so pass input_ids"
             )
-        self._refuse_decoding(ids_BT, kwargs, mask)
+        cache = given_cache(kwargs)
+        state = None if cache is None or self._off else state_in(cache, self.memory.number)
+        past = 0 if state is None else state.length
+        if not self._off:  # the host judges its masks itself
+            mask = new_tokens_kept(mask, ids_BT, past)
         if segment_ids is not None and kwargs.get("position_ids") is None:
             kwargs["position_ids"] = positions_from_segments(segment_ids)
         elif segment_ids is None:
             segment_ids = _documents(ids_BT, kwargs.get("position_ids"), mask)
         if segment_ids is not None:
-            self._refuse_leaks(kwargs, mask)
+            self._refuse_leaks(kwargs, kwargs.get("attention_mask"))
         self._inside = True
         if self._off:
             self.memory.bypass()
-        else:
-            self.memory.start(ids_BT, segment_ids=segment_ids, mask=mask)
+            return (), kwargs
+        use_cache = kwargs.get("use_cache")
+        use_cache = getattr(self.host.config, "use_cache", False) if use_cache is None else use_cache
+        if state is None and (use_cache or cache is not None):
+            state = self._state = self.memory.new_state()
+        self.memory.start(ids_BT, segment_ids=segment_ids, mask=mask, state=state)
         return (), kwargs
-
-    def _refuse_decoding(self, ids_BT: Tensor, kwargs: dict[str, Any], mask: Tensor | None) -> None:
-        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
-        seen = 0 if cache is None else int(cache.get_seq_length())
-        if seen > 0:
-            raise RuntimeError(
-                f"memory: this forward continues a cache of {seen} tokens; decoding with a cache is not available in "
-                f"this version, and hashing the newest tokens alone would read wrong rows. Pass the whole sequence "
-                f"with use_cache=False"
-            )
-        if mask is not None and (mask.ndim != 2 or mask.shape != ids_BT.shape):
-            raise ValueError(
-                f"attention_mask: shape {list(mask.shape)}; the memory needs the mask of the ids {list(ids_BT.shape)}"
-            )
 
     def _refuse_leaks(self, kwargs: dict[str, Any], mask: Tensor | None) -> None:
         """Attention would see across packed documents although hash and convolution do not."""
+        if "packing" in self.host.entry.fails:
+            raise ValueError(
+                f"position_ids restart (packed documents), but attention of {self.host.entry.name} sees across "
+                f"documents whatever its positions are; run one document a row"
+            )
         if mask is not None:
             raise ValueError(
                 "attention_mask: packed documents (position_ids that restart, or segment_ids) are isolated in "
@@ -249,9 +355,19 @@ class Handle(SavesMemory, EditsRows):
                 "between the documents. Pass use_cache=False"
             )
 
-    def _leave(self, decoder: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """The end of a forward: every layer was reached, and a cache that was just filled carries the state."""
         self._inside = False
         self.memory.finish()
+        state, self._state = self._state, None
+        if state is None:
+            return
+        cache = given_cache(kwargs)
+        cache = cache_in(output) if cache is None else cache
+        if cache is None:
+            self.memory.forget_state()
+        else:
+            put_state(cache, state)
 
     def _at_embedding(self, embedding: nn.Module, args: Any, x_BTD: Tensor) -> Tensor:
         if self._off or not self._inside:  # somebody else may look words up, too
@@ -274,11 +390,37 @@ class _BeforeBlock:
         self.handle, self.layer = handle, layer
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        memory = self.handle.memory
         if args:
-            return (args[0] + memory(self.layer, args[0]), *args[1:]), kwargs
+            return (args[0] + self._update(args[0]), *args[1:]), kwargs
         x = kwargs["hidden_states"]
-        return args, {**kwargs, "hidden_states": x + memory(self.layer, x)}
+        return args, {**kwargs, "hidden_states": x + self._update(x)}
+
+    def _update(self, x: Tensor) -> Tensor:
+        host = self.handle.host
+        if not host.entry.flat:
+            return self.handle.memory(self.layer, x)  # type: ignore[no-any-return]
+        x_BTSD = x.unflatten(-1, (host.streams, -1))
+        update: Tensor = self.handle.memory(self.layer, x_BTSD)
+        return update.flatten(-2)
+
+
+class _IntoValues:
+    """Hook of the linear layer that makes a block's attention values: add the layer's update to them."""
+
+    def __init__(self, handle: Handle, layer: int) -> None:
+        self.handle, self.layer = handle, layer
+
+    def __call__(self, linear: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        update_BTV = self.handle.memory(self.layer, args[0])
+        fused, width = self.handle.host.entry.fused, update_BTV.shape[-1]
+        if fused == "v":
+            return out + update_BTV
+        if fused == "qkv":
+            return torch.cat([out[..., :-width], out[..., -width:] + update_BTV], dim=-1)
+        heads = int(self.handle.host.config.num_attention_heads)
+        out_BT3V = out.unflatten(-1, (heads, 3, width // heads))  # queries, keys and values of a head together
+        query, key, value = out_BT3V.unbind(-2)
+        return torch.stack([query, key, value + update_BTV.unflatten(-1, (heads, -1))], dim=-2).flatten(-3)
 
 
 class Taps(Mapping[int, dict[str, Tensor]]):

@@ -29,6 +29,7 @@ TARGETS = {
     "quickstart": "engram.train.quickstart:run",
     "train": "engram.train.loop:run_config",
     "ablate": "engram.train.ablate:run_config",
+    "attach": "engram.train.adapt:run_config",
     "eval": "engram.train.evaluate:run",
     "report": "engram.train.quickstart:rebuild_report",
     "rows": "engram.inspecting:rows_of",
@@ -157,6 +158,25 @@ def _ablate(
 ) -> None:
     """Train a grid of configs and seeds; finished runs are skipped, interrupted ones resumed."""
     _run("ablate", as_json, debug, config=config, overrides=overrides or [], dry_run=dry_run, out=out, workers=workers)
+
+
+@app.command("attach")
+def _attach(
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_PATH", help="A folder of transformers, or a hub name.")],
+    config: Annotated[str, typer.Option("--config", metavar="CONFIG", help="A YAML file, such as configs/attach/*.")],
+    data: Annotated[
+        list[str] | None, typer.Option("--data", metavar="PATH", help="Texts; may be given several times.")
+    ] = None,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    out: Out = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train a memory into an existing model; it is written by itself, without the model."""
+    inputs: dict[str, Any] = {"model": model, "config": config, "data": data or [], "overrides": overrides or []}
+    _run("attach", as_json, debug, **inputs, dry_run=dry_run, out=out, resume=resume)
 
 
 @app.command("eval")

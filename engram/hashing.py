@@ -318,13 +318,14 @@ def rows_of_layers(
     segment_ids: Tensor | None = None,
     blocked: Tensor | None = None,
     mask: Tensor | None = None,
+    history: Tensor | None = None,
 ) -> list[Tensor]:
     """Row numbers [B, T, C] of the ids for several layers of one configuration, hashed at once; see `NgramHash.rows`.
 
     Ids outside the vocabulary are counted in the first layer's `masked` alone.
     """
     first = hashes[0]
-    asked = first._asked(ids_BT, segment_ids, blocked, mask)
+    asked = first._asked(ids_BT, segment_ids, blocked, mask, history)
     for other in hashes[1:]:
         other._ensure_constants(ids_BT.device)
     constants = [one.constants for one in hashes]

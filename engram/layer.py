@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from engram.compress import TokenMap
 from engram.config import EngramConfig
+from engram.decoding import DecodeState
 from engram.hashing import NgramHash
 from engram.kernels.dispatch import conv_term, conv_update, gated_value
 from engram.prefetch import Ticket
@@ -33,6 +34,7 @@ class Engram(nn.Module):
 
     hash, table     row numbers and rows (see NgramHash and Table)
     value, key      projections M -> D (shared) and M -> S * D (one key per stream)
+    width           of value, convolution and update: D, or that of attention values (site "value")
     key_norm, query_norm, conv_norm   RMS-norm weights [S, D]
     conv            depthwise taps [S, D, K], zero at the start so that the update starts as the gated value alone
 
@@ -47,21 +49,23 @@ class Engram(nn.Module):
         vocab_size: int | None = None,
         token_map: TokenMap | None = None,
         rows_of: Table | None = None,
+        value_width: int | None = None,
     ) -> None:
         super().__init__()
         self.cfg, self.layer = cfg, layer
         self.hash = NgramHash(cfg, layer, vocab_size, token_map)
         self.table = Table(cfg, layer, self.hash.identity, rows_of)
         width, hidden, streams = cfg.memory_width, cfg.hidden_size, cfg.branches
-        self.value = nn.Linear(width, hidden, bias=cfg.bias) if cfg.combine == "concat" else None
+        self.width = hidden if value_width is None else value_width
+        self.value = nn.Linear(width, self.width, bias=cfg.bias) if cfg.combine == "concat" else None
         self.key = self.key_norm = self.query_norm = self.conv_norm = self.conv = None
         if cfg.gate != "none":
             self.key = nn.Linear(width, streams * hidden, bias=cfg.bias)
             self.key_norm = nn.Parameter(torch.ones(streams, hidden))
             self.query_norm = nn.Parameter(torch.ones(streams, hidden))
         if cfg.conv_kernel:
-            self.conv_norm = nn.Parameter(torch.ones(streams, hidden))
-            self.conv = nn.Parameter(torch.zeros(streams, hidden, cfg.conv_kernel))
+            self.conv_norm = nn.Parameter(torch.ones(streams, self.width))
+            self.conv = nn.Parameter(torch.zeros(streams, self.width, cfg.conv_kernel))
         for linear in (self.value, self.key):
             if linear is not None:
                 # keeps the scale of the memory vector; training code refills parameters by name with this deviation
@@ -79,12 +83,14 @@ class Engram(nn.Module):
         segment_BT: Tensor | None = None,
         keep_BT: Tensor | None = None,
         ticket: Ticket | None = None,
+        state: DecodeState | None = None,
     ) -> Tensor:
-        """Hidden state [B, T, D] (or [B, T, S, D]) and row numbers [B, T, C] -> update of the same shape as `x`.
+        """Hidden state [B, T, D] (or [B, T, S, D]) and row numbers [B, T, C] -> update, of its shape but `width` wide.
 
         segment_BT  packed-document numbers: they cut the convolution exactly where they cut the hash window.
         ticket      the fetch of these rows, if it was started earlier; the layer waits for it here.
         keep_BT     False at padding and image spans: their value is zero, in the convolution too.
+        state       the texts so far, whose last inputs the convolution reads, and which takes those of this forward.
         Raises ValueError when `x` has another shape than the rows and the configuration say.
         """
         streams_BTSD = self._streams(x, rows_BTC)
@@ -108,12 +114,18 @@ class Engram(nn.Module):
         if self.conv is not None and self.conv_norm is not None:
             if segment_BT is not None:
                 segment_BT = document_numbers(segment_BT)
+            seen_BLSD, before = gated_BTSD, 0
+            if state is not None:
+                state.put(self.layer, gated_BTSD)
+                if state.length:  # texts that are continued: no segments
+                    before = state.taps
+                    seen_BLSD = torch.cat([state.before(self.layer, gated_BTSD), gated_BTSD], dim=1)
             weights = (self.conv_norm, self.conv, self.cfg.conv_eps, self.cfg.max_order, segment_BT)
-            out_BTSD = conv_update(gated_BTSD, *weights)
+            out_BTSD = conv_update(seen_BLSD, *weights)[:, before:]
             if self.tapping:
                 with torch.no_grad():
-                    self._tap(conv=conv_term(gated_BTSD, *weights))
-        update = out_BTSD.to(x.dtype).view(x.shape)
+                    self._tap(conv=conv_term(seen_BLSD, *weights)[:, before:])
+        update = out_BTSD.to(x.dtype).reshape(*x.shape[:-1], self.width)
         self._tap(rows=rows_BTC, memory=memory_BTM, value=value_BTD, gate=gate_BTS, output=update)
         return update
 

@@ -11,6 +11,7 @@ Shapes: B batch, T time, N longest n-gram, C columns, S residual streams, D hidd
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from engram.compress import TokenMap
 from engram.config import ConfigError, EngramConfig
+from engram.decoding import BLOCKED, DecodeState
 from engram.hashing import rows_of_layers
 from engram.layer import Engram
 from engram.prefetch import Ticket
@@ -32,14 +34,16 @@ AHEAD = 2
 """Prefetched forwards that are kept: buffers for more would only wait."""
 UNREACHED_LIMIT = 8
 """Forwards of one's own model that may miss the same layer (exceptions, retries after running out of memory)."""
+_numbers = itertools.count()
 
 
 @dataclass
 class Step:
     """What one forward knows from its ids: row numbers by layer, document borders, kept positions, layers reached.
 
-    `off` marks a forward that runs without memory. `tickets` are the fetches under way, by layer; tables on the device
-    have none. `asked` is what the step was made from, to recognise the forward it was prefetched for.
+    `off` marks a forward that runs without memory. `state` carries the texts that it begins or continues. `tickets` are
+    the fetches under way, by layer; tables on the device have none. `asked` is what the step was made from, to
+    recognise the forward it was prefetched for.
     """
 
     rows_BTC: dict[int, Tensor] = field(default_factory=dict)
@@ -47,6 +51,7 @@ class Step:
     asked: tuple[Tensor | None, ...] = ()
     segment_BT: Tensor | None = None
     keep_BT: Tensor | None = None
+    state: DecodeState | None = None
     off: bool = False
     with_grad: bool = False
     reached: set[int] = field(default_factory=set)
@@ -61,6 +66,7 @@ class Memory(nn.Module):
     rows_of     another memory whose rows this one uses instead of its own: one store and one worker for both, the rows
                 frozen here until `layer.table.trainable = True` (docs/stores.md). Raises ConfigError naming the field
                 when the two would address or hold other rows.
+    value_width width of the updates where it is not `cfg.hidden_size`: that of the attention values (site "value").
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class Memory(nn.Module):
         token_map: TokenMap | None = None,
         *,
         rows_of: Memory | None = None,
+        value_width: int | None = None,
     ) -> None:
         super().__init__()
         if cfg.compress != (token_map is not None):
@@ -79,10 +86,13 @@ class Memory(nn.Module):
                 else "token_map: given, but compress is false and raw ids would be hashed; set compress: true"
             )
         self.cfg, self.token_map = cfg, token_map
+        self.number = next(_numbers)
         if rows_of is not None:
             require_same_rows(cfg, rows_of.cfg)
         tables = {layer: None if rows_of is None else rows_of.layer(layer).table for layer in cfg.layers}
-        modules = {str(layer): Engram(cfg, layer, vocab_size, token_map, table) for layer, table in tables.items()}
+        modules = {
+            str(layer): Engram(cfg, layer, vocab_size, token_map, table, value_width) for layer, table in tables.items()
+        }
         self.layers = nn.ModuleDict(modules)
         self.idle_limit = IDLE_LIMIT
         self.launch_at: Literal["entry", "layer"] = "entry"
@@ -107,23 +117,53 @@ class Memory(nn.Module):
         segment_ids: Tensor | None = None,
         blocked: Tensor | None = None,
         mask: Tensor | None = None,
+        state: DecodeState | None = None,
     ) -> Step:
         """Hash the ids [B, T] of one forward for every layer; arguments as in `NgramHash.rows`.
 
+        state  texts that this forward begins or continues, from `new_state`; their segments cannot be given.
+
         The step that comes back may be handed to `memory(layer, x, step)`; without it the latest one is meant. Raises
         RuntimeError when a layer is left out again and again, or when gradients of rows arrive but no optimizer applies
-        them: memory without effect is an error, not a silent no-op.
+        them: memory without effect is an error, not a silent no-op. Raises ValueError for a state of another memory.
         """
         self._check_reached()
         self._check_applied()
+        history = None
+        if state is not None:
+            history = self._history(state, ids_BT, segment_ids)
         asked = (ids_BT, segment_ids, blocked, mask)
-        step = self._take_ahead(asked)
+        step = None if history is not None else self._take_ahead(asked)
         if step is None:
-            step = self.hash_ids(*asked)
+            step = self.hash_ids(*asked, history)
             if self.launch_at == "entry":
                 self._launch(step, ahead=False)
+        if state is not None:
+            step.state = state
+            state.begin(self._to_remember(ids_BT, step.keep_BT), self.cfg.layers if self.cfg.conv_kernel else ())
         self.forwards += 1
         return self._begin(step)
+
+    def new_state(self) -> DecodeState:
+        """A state for texts that are read in more than one forward."""
+        taps = max(0, self.cfg.conv_kernel - 1) * self.cfg.max_order
+        return DecodeState(self.number, self.cfg.max_order - 1, taps)
+
+    def _history(self, state: DecodeState, ids_BT: Tensor, segment_ids: Tensor | None) -> Tensor | None:
+        if state.owner != self.number:
+            raise ValueError(
+                "memory: this cache was filled by another memory; its ids and convolution inputs are not ours"
+            )
+        if segment_ids is not None:
+            raise ValueError("segment_ids: packed documents cannot be continued; run each document with its own state")
+        return state.history(len(ids_BT))
+
+    def _to_remember(self, ids_BT: Tensor, keep_BT: Tensor | None) -> Tensor:
+        """Ids as a later look-back needs them: blocked ones negative, those outside the vocabulary past it."""
+        constants = self.layer(self.cfg.layers[0]).hash.constants
+        ids_BT = ids_BT.to(constants.sizes_K.device, torch.int64)
+        ids_BT = ids_BT.where((ids_BT >= 0) & (ids_BT < constants.limit), constants.limit)
+        return ids_BT if keep_BT is None else ids_BT.where(keep_BT, BLOCKED)
 
     @torch.compiler.disable
     def prefetch(
@@ -187,12 +227,14 @@ class Memory(nn.Module):
         segment_ids: Tensor | None = None,
         blocked: Tensor | None = None,
         mask: Tensor | None = None,
+        history: Tensor | None = None,
     ) -> Step:
         """The row numbers of a forward for all layers, nothing fetched yet."""
         first = self.layer(self.cfg.layers[0])
         device = first.hash.sizes.device
         hashes = [module.hash for module in self.modules_by_layer()]
-        by_layer = rows_of_layers(hashes, ids_BT, segment_ids=segment_ids, blocked=blocked, mask=mask)
+        borders = {"segment_ids": segment_ids, "blocked": blocked, "mask": mask, "history": history}
+        by_layer = rows_of_layers(hashes, ids_BT, **borders)
         rows = dict(zip(self.cfg.layers, by_layer, strict=True))
         keep_BT = None if mask is None else mask.to(device).bool()
         if blocked is not None:
@@ -236,10 +278,15 @@ class Memory(nn.Module):
         module = self.layer(layer)
         current = self._current(layer, step)
         if current.off:
-            return torch.zeros_like(x)
+            return x.new_zeros(*x.shape[:-1], module.width)
         segment_BT, keep_BT = current.segment_BT, current.keep_BT
         rows_BTC, ticket = current.rows_BTC[layer], current.tickets.get(layer)
-        return cast(Tensor, module(x, rows_BTC, _on(segment_BT, x), _on(keep_BT, x), ticket))
+        return cast(Tensor, module(x, rows_BTC, _on(segment_BT, x), _on(keep_BT, x), ticket, current.state))
+
+    def forget_state(self) -> None:
+        """The latest forward will not be continued."""
+        if self._step is not None:
+            self._step.state = None
 
     @torch.compiler.disable
     def finish(self) -> None:

@@ -234,9 +234,14 @@ class Table(nn.Module):
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
-        if value and self.cfg.row_dtype not in TRAINED:
+        if value and not self.may_train:
             raise ConfigError(f"row_dtype: rows stored as {self.cfg.row_dtype!r} cannot be trained in this version")
         self.proxy.requires_grad_(value)
+
+    @property
+    def may_train(self) -> bool:
+        """Whether the format of the rows can be trained."""
+        return self.cfg.row_dtype in TRAINED
 
     @property
     def scale(self) -> float:

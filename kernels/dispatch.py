@@ -152,7 +152,8 @@ def gated_value(
 ) -> tuple[Tensor, Tensor]:
     """See kernels/reference.py."""
     tensors = (x_BTSD, key_BTSD, value_BTD, query_norm_SD, key_norm_SD)
-    chosen = gate if on_kernels(*tensors) and launch.serves(*tensors) else reference
+    one_width = value_BTD.shape[-1] == x_BTSD.shape[-1]  # attention values are often narrower than the hidden state
+    chosen = gate if one_width and on_kernels(*tensors) and launch.serves(*tensors) else reference
     return chosen.gated_value(*tensors, eps, kind, keep_BT)
 
 

@@ -61,6 +61,7 @@ def gated_value(
 ) -> tuple[Tensor, Tensor]:
     """Hidden state and keys [B, T, S, D], value [B, T, D], norm weights [S, D] -> gated value and gate [B, T, S].
 
+    The value may have another width than D, which the gated value then has, too.
     The gate is that of `sigmoid_gate` over RMS-normed queries (`x`) and keys. Norms, dot product and root are in fp32
     or better: 16-bit scores near 0 would lose the sign of the root. The gate is rounded to the value's dtype, which is
     also that of the gated value; the gate itself is given back unrounded.

@@ -82,7 +82,8 @@ def nan_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny_model() -> Callable[..., Any]:
     """Builds a small randomly initialised causal LM of transformers: `tiny_model("llama", vocab_size=64, seed=0)`.
 
-    Kinds: llama, qwen3, gpt2, deepseek_v3 (one dense and one mixture-of-experts block). Two blocks, hidden size 32.
+    Kinds: every entry of engram/hosts.py, by model_type. Two blocks, hidden size 32; a family with sliding windows has
+    them of 8.
     """
     return _tiny_model
 
@@ -114,14 +115,50 @@ def _tiny_model(kind: str = "llama", vocab_size: int = 64, seed: int = 0, layers
         "qk_nope_head_dim": 8,
         "v_head_dim": 16,
     }
+    neox = {key: value for key, value in common.items() if key != "num_key_value_heads"}
+    few_experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    window = {"sliding_window": 8}
+    half = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2), "head_dim": 16, **window}
+    streams = {
+        "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 1,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "hc_mult": 4,
+        "num_hash_layers": 1, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16, **window,
+    }  # fmt: skip
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("Llama", common),
+        "mistral": ("Mistral", {**common, **window}),
+        "mixtral": ("Mixtral", {**common, **few_experts}),
+        "qwen2": ("Qwen2", common),
         "qwen3": ("Qwen3", {**common, "head_dim": 16}),
+        "qwen3_moe": (
+            "Qwen3Moe",
+            {**common, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        ),
+        "gemma2": ("Gemma2", {**common, **half, "query_pre_attn_scalar": 16}),
+        "gemma3_text": ("Gemma3", {**common, **half, "query_pre_attn_scalar": 16}),
         "gpt2": ("GPT2", gpt2),
+        "gpt_neox": ("GPTNeoX", neox),
+        "olmo2": ("Olmo2", common),
+        "phi3": ("Phi3", {**common, "pad_token_id": 0}),
+        "smollm3": ("SmolLM3", {**common, "pad_token_id": 0}),
         "deepseek_v3": ("DeepseekV3", {**common, **experts}),
+        "deepseek_v4": ("DeepseekV4", {**common, **streams}),
+        "gpt_oss": ("GptOss", {**common, **half, **few_experts}),
     }
+    kinds["qwen4_exp_text"] = (
+        "Qwen4Exp",
+        {
+            **common, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16, "hc_count": 4, "hc_lowrank": 8, "ple_layer_ids": [],
+            "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "indexed_attention"] * (layers // 2),
+            "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
+            "indexer_compress_ratio": 4,
+        },
+    )  # fmt: skip
     name, fields = kinds[kind]
-    config = getattr(transformers, f"{name}Config")(**{**fields, **changes})
+    configs = {"gemma3_text": "Gemma3TextConfig", "qwen4_exp_text": "Qwen4ExpTextConfig"}
+    config = getattr(transformers, configs.get(kind, f"{name}Config"))(**{**fields, **changes})
     head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     # Weights are drawn from the global generator: the seed is set last, and the caller's state put back.
     with torch.random.fork_rng(devices=[]):

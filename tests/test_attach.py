@@ -17,10 +17,15 @@ from engram.config import ConfigError, EngramConfig
 from engram.hosts import ENTRIES
 from engram.memory import UNREACHED_LIMIT, Memory
 
-HOSTS = tuple(ENTRIES)
+ONE_OF_EACH_KIND = ("llama", "gpt2", "gemma3_text", "deepseek_v3", "qwen4_exp_text")
+HOSTS = [kind if kind in ONE_OF_EACH_KIND else pytest.param(kind, marks=pytest.mark.slow) for kind in ENTRIES]
 VOCAB = 64
 CFG = EngramConfig(hidden_size=32, layers=(0, 1), heads=2, head_dim=8, rows=211)
 TinyModel = Callable[..., Any]
+
+
+def _cfg(kind: str) -> EngramConfig:
+    return CFG.replace(branches=4 if ENTRIES[kind].streams else 1)
 
 
 def _ids(batch: int = 2, length: int = 12) -> Tensor:
@@ -43,7 +48,7 @@ def _filled(handle: engram.Handle) -> engram.Handle:
 def test_zero_memory_leaves_the_logits_bit_identical_and_detach_restores(kind: str, tiny_model: TinyModel) -> None:
     model, ids = tiny_model(kind), _ids()
     keys, base = list(model.state_dict()), _logits(model, ids)
-    handle = engram.attach(model, CFG)
+    handle = engram.attach(model, _cfg(kind))
     assert torch.equal(_logits(model, ids), base)
     assert model.engram is handle.memory and any(key.startswith("engram.") for key in model.state_dict())
     _filled(handle)
@@ -58,7 +63,7 @@ def test_zero_memory_leaves_the_logits_bit_identical_and_detach_restores(kind: s
 @pytest.mark.parametrize("kind", HOSTS)
 def test_a_fresh_memory_learns_from_the_first_step(kind: str, tiny_model: TinyModel) -> None:
     model, ids = tiny_model(kind).train(), _ids()
-    handle = engram.attach(model, CFG)
+    handle = engram.attach(model, _cfg(kind))
     optimizer = engram.optim.build(model, lr=1e-2)
     losses = []
     for _ in range(6):
@@ -79,10 +84,14 @@ def test_a_fresh_memory_learns_from_the_first_step(kind: str, tiny_model: TinyMo
 @pytest.mark.parametrize("kind", HOSTS)
 def test_packed_documents_do_not_leak_through_hash_convolution_or_attention(kind: str, tiny_model: TinyModel) -> None:
     model, ids = tiny_model(kind), _ids()
-    _filled(engram.attach(model, CFG))
+    _filled(engram.attach(model, _cfg(kind)))
     positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
     other = ids.clone()
     other[:, :5] = (other[:, :5] + 7) % VOCAB
+    if "packing" in ENTRIES[kind].fails:
+        with pytest.raises(ValueError, match="sees across documents"):
+            _logits(model, ids, position_ids=positions)
+        return
     packed = _logits(model, ids, position_ids=positions)
     assert torch.equal(packed[:, 5:], _logits(model, other, position_ids=positions)[:, 5:])
     torch.testing.assert_close(packed[:, 5:], _logits(model, ids[:, 5:]), rtol=1e-4, atol=1e-5)
@@ -93,7 +102,7 @@ def test_packed_documents_do_not_leak_through_hash_convolution_or_attention(kind
 @pytest.mark.parametrize("kind", HOSTS)
 def test_left_padded_batches_compute_what_single_texts_do(kind: str, tiny_model: TinyModel) -> None:
     model, text = tiny_model(kind), _ids(1, 8)
-    _filled(engram.attach(model, CFG))
+    _filled(engram.attach(model, _cfg(kind)))
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.int64), text], dim=1)
     mask = torch.tensor([[0] * 4 + [1] * 8])
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -110,18 +119,6 @@ def test_packed_documents_with_a_cache_or_a_mask_are_refused(tiny_model: TinyMod
             model(ids, position_ids=positions, use_cache=use_cache)
     with pytest.raises(ValueError, match="without an attention_mask"):
         model(ids, segment_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
-
-
-@pytest.mark.parametrize("kind", HOSTS)
-def test_decoding_with_a_cache_raises_instead_of_hashing_a_truncated_history(kind: str, tiny_model: TinyModel) -> None:
-    model, ids = tiny_model(kind), _ids()
-    handle = engram.attach(model, CFG)
-    with pytest.raises(RuntimeError, match="continues a cache of 12 tokens"):
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, pad_token_id=0)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, use_cache=False, pad_token_id=0)
-    assert out.shape == (2, 15)
-    handle.detach()
-    assert model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, pad_token_id=0).shape == (2, 15)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -200,15 +197,19 @@ def test_attach_refuses_and_leaves_the_model_as_it_was(tiny_model: TinyModel) ->
     for changes, message in (
         ({"layers": (2,)}, r"block 2 does not exist.*0\.\.1"),
         ({"hidden_size": 16}, "16 differs from the model's 32"),
-        ({"branches": 4}, "has 1 residual stream"),
-        ({"site": "value"}, "'value' is not available"),
+        ({"branches": 4}, "has 1 stream"),
+        ({"site": "value", "branches": 2}, "has 1 stream"),
         ({"placement": "disk"}, "needs the folder"),
     ):
         with pytest.raises(ConfigError, match=message):
             engram.attach(model, CFG.replace(**changes))
     assert list(model.state_dict()) == keys and not model.model._forward_pre_hooks
-    with pytest.raises(ConfigError, match="deepseek_v3, gpt2, llama, qwen3"):
+    with pytest.raises(ConfigError, match=r"deepseek_v3, .*llama.*does not count num_hidden_layers"):
         engram.attach(nn.Linear(3, 3), CFG)
+    with pytest.raises(ConfigError, match="OptimizedModule is a wrapper; attach to the model first"):
+        engram.attach(torch.compile(model), CFG)
+    with pytest.raises(ConfigError, match="DataParallel is a wrapper"):
+        engram.attach(nn.DataParallel(model), CFG)
     engram.attach(model, CFG)
     with pytest.raises(ConfigError, match="has a memory already"):
         engram.attach(model, CFG)
@@ -219,8 +220,8 @@ def test_ids_are_needed(tiny_model: TinyModel) -> None:
     engram.attach(model, CFG)
     with pytest.raises(ValueError, match="pass input_ids"):
         model(inputs_embeds=torch.randn(1, 4, 32), use_cache=False)
-    with pytest.raises(ValueError, match=r"\[1, 1, 4, 4\]"):
-        model(_ids(1, 4), attention_mask=torch.ones(1, 1, 4, 4), use_cache=False)
+    with pytest.raises(ValueError, match=r"\[1, 1, 3, 4\]"):
+        model(_ids(1, 4), attention_mask=torch.ones(1, 1, 3, 4), use_cache=False)
 
 
 def test_a_memory_that_is_never_reached_is_an_error(tiny_model: TinyModel) -> None:
@@ -390,10 +391,10 @@ def test_arguments_by_position_are_read_like_those_by_name(tiny_model: TinyModel
     with torch.no_grad():
         by_name = model.model(ids, position_ids=positions, use_cache=False).last_hidden_state
         assert torch.equal(model.model(ids, None, positions, None, None, False).last_hidden_state, by_name)
-        output = model.model(ids, use_cache=True)
-        past = getattr(output, "cache", None) or output.past_key_values
-        with pytest.raises(RuntimeError, match="continues a cache"):
-            model.model(ids[:, 8:], None, None, past)
+        whole = model.model(ids, use_cache=False).last_hidden_state
+        past = model.model(ids[:, :8], use_cache=True).cache
+        last = model.model(ids[:, 8:], None, None, past).last_hidden_state
+        torch.testing.assert_close(last, whole[:, 8:], rtol=1e-5, atol=1e-5)
 
 
 def test_restarting_positions_with_a_mask_are_refused(tiny_model: TinyModel) -> None:

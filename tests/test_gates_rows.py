@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engram.attaching import attach
@@ -45,7 +46,10 @@ def attached(cfg: EngramConfig = CFG) -> tuple[Any, Any]:
             max_position_embeddings=64,
         )
     )
-    return model, attach(model, cfg)
+    handle = attach(model, cfg)
+    for layer in handle.memory.modules_by_layer():
+        nn.init.normal_(layer.value.weight)  # it starts at zero beside rows that do not
+    return model, handle
 
 
 def batch(seed: int = 1, length: int = 12) -> dict[str, torch.Tensor]:

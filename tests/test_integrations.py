@@ -54,6 +54,35 @@ def test_transformers_trainer_trains_the_rows(tiny_model: TinyModel, tmp_path: P
     assert handle.memory.layer(1).table.store.rows.any()
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_supervised_fine_tuning_trains_the_memory_alone(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """TRL's trainer with nothing but the model and our optimizer."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{n}": n + 2 for n in range(VOCAB - 2)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    texts = [" ".join(f"w{(n * k) % 50}" for k in range(9)) for n in range(16)]
+    model = tiny_model("llama").train()
+    handle = engram.attach(model, CFG, trainable="memory")
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if not name.startswith("engram.")}
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=4, report_to=[], save_strategy="no",
+        use_cpu=True, disable_tqdm=True, max_length=16, bf16=False, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(
+        model, arguments, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer,
+        optimizers=(engram.optim.build(model, lr=1e-2), None),
+    )  # fmt: skip
+    trainer.train()
+    assert handle.stats()[1]["updates"] == 4 and handle.memory.layer(1).table.store.rows.any()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+
+
 def test_accelerate_accumulates_clips_and_steps(tiny_model: TinyModel) -> None:
     from accelerate import Accelerator
 

@@ -137,7 +137,7 @@ def test_the_norm_that_clipping_sees_is_the_dense_norm() -> None:
     dense = nn.Parameter(layer.table.store.rows.clone())
     rows = layer.hash.rows(ids)
     judge = copy.deepcopy(layer)
-    judge.table.forward = lambda r, _: dense[r].flatten(-2)  # type: ignore[method-assign, assignment]
+    judge.table.forward = lambda r, *_: dense[r].flatten(-2)  # type: ignore[method-assign, assignment]
     judge(x, rows).square().sum().backward()
     _loss(layer, ids, x).backward()
     expected = torch.nn.utils.clip_grad_norm_([p for p in [*judge.parameters(), dense] if p.numel()], 0.5)

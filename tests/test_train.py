@@ -276,7 +276,7 @@ def test_a_run_that_diverges_in_its_last_step_has_no_result(recipe: dict[str, An
 
 
 def test_one_process_trains_in_a_folder(recipe: dict[str, Any], tmp_path: Path) -> None:
-    with loop._only_one(tmp_path), pytest.raises(ConfigError, match="another process is training"):
+    with loop.only_one(tmp_path), pytest.raises(ConfigError, match="another process is training"):
         train_run(_config(recipe), tmp_path, quiet=True)
     train_run(_config(recipe), tmp_path, quiet=True)
 

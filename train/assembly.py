@@ -20,11 +20,11 @@ from engram.train.recipe import TrainConfig
 
 @dataclass(frozen=True)
 class Built:
-    """A model, the handle of its memory (None without one), and the arm it was planned as."""
+    """A model, the handle of its memory (None without one), and the arm it was planned as (None: not planned)."""
 
     model: nn.Module
     handle: Handle | None
-    arm: Arm
+    arm: Arm | None = None
 
 
 def assemble(cfg: TrainConfig, vocab_size: int, tokenizer: Any = None) -> Built:

@@ -2,7 +2,8 @@
 
     engram eval gates runs/smoke-0 --text "import numpy as np"
 
-The model is built from the run's own config.json and checkpoint by the same code that trained it.
+The model is built from the run's own config.json and checkpoint by the same code that trained it; that of `engram
+attach` is loaded from where it was.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from engram.eval.loss import held_out_loss
 from engram.eval.report import write_json
 from engram.strict import ConfigError, choice, from_dict
 from engram.train import snapshots
+from engram.train.adapt import AdaptConfig, load_model, put_into, saved_part
 from engram.train.assembly import Built, assemble
 from engram.train.data import Corpus, open_prepared
 from engram.train.recipe import TrainConfig
@@ -57,15 +59,21 @@ def open_run(run: str) -> tuple[TrainConfig, Corpus, Built, WindowReader]:
     """Configuration, data, trained model and reader of a run folder. Raises ConfigError when it holds no run."""
     path = Path(run) / "config.json"
     try:
-        cfg = from_dict(TrainConfig, json.loads(path.read_text(encoding="utf-8")))
+        data = json.loads(path.read_text(encoding="utf-8"))
+        cfg: TrainConfig = from_dict(AdaptConfig if "model" in data else TrainConfig, data)
     except OSError as error:
         raise ConfigError(f"run: {run} holds no run ({path.name}: {error.strerror or error})") from error
     state = snapshots.read_state(run)
     if state is None:
         raise ConfigError(f"run: {run} holds no checkpoint")
     corpus = open_prepared(cfg.data, cfg.seed, state["data"])
-    built = assemble(cfg, corpus.vocab_size, corpus.tokenizer)
-    snapshots.load(run, built.model)
+    if isinstance(cfg, AdaptConfig):
+        model = load_model(cfg)
+        built = Built(model, put_into(cfg, model, corpus.tokenizer))
+        snapshots.load(run, saved_part(cfg, built))
+    else:
+        built = assemble(cfg, corpus.vocab_size, corpus.tokenizer)
+        snapshots.load(run, built.model)
     reader = corpus.reader()
     reader.load_state(state["reader"])
     return cfg, corpus, built, reader

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor
+from torch import Tensor, nn
 
 import engram.optim
 from engram.config import EngramConfig
@@ -89,16 +89,15 @@ def train_run(cfg: TrainConfig, folder: Path, resume: bool = False, quiet: bool 
     """Train one run in `folder` -> its result, also written to result.json.
 
     Raises ConfigError before anything is trained when the configuration, the data, the folder or the free space will
-    not
-    do, when `folder` holds a run and `resume` is not set, or when its checkpoint belongs to another configuration.
+    not do, when `folder` holds a run and `resume` is not set, or when its checkpoint belongs to another configuration.
     """
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
-    with _only_one(folder):
+    with only_one(folder):
         corpus = prepare(cfg.data, cfg.seed)
         built = assemble(cfg, corpus.vocab_size, corpus.tokenizer)
         try:
-            saved = _claim(folder, cfg, resume, built)
+            saved = claim(folder, cfg, resume, built)
             return Run(cfg, folder, corpus, built, quiet).go(saved)
         finally:
             if built.handle is not None:
@@ -106,7 +105,7 @@ def train_run(cfg: TrainConfig, folder: Path, resume: bool = False, quiet: bool 
 
 
 @contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
+def only_one(folder: Path) -> Iterator[None]:
     """One process trains in a run folder; the lock ends with its process. Raises ConfigError."""
     from filelock import FileLock, Timeout
 
@@ -191,10 +190,24 @@ class Run:
                     raise Interrupted(f"stopped at step {self.step} and saved; go on with --resume --out {self.folder}")
         self._save()
         facts = self._facts()
-        metrics = examine(self.cfg, self.corpus, self.built, self.reader)
-        finished = result(self.cfg, self.cfg.seed, {**facts, **metrics})
+        finished = result(self.cfg, self.cfg.seed, {**facts, **self.examine()})
         write_json(self.folder / "result.json", finished)
         return finished
+
+    @property
+    def saved(self) -> nn.Module:
+        """What checkpoints hold."""
+        return self.built.model
+
+    def examine(self) -> dict[str, Any]:
+        """What the finished model is asked."""
+        return examine(self.cfg, self.corpus, self.built, self.reader)
+
+    def budget(self) -> dict[str, Any]:
+        """Sizes and costs of the arm."""
+        arm = self.built.arm
+        assert arm is not None
+        return {"budget": arm.to_dict(), "parameters": arm.parameters, "flops": arm.flops}
 
     def _check_row_files(self, fresh: bool) -> None:
         """Open files of rows before training; a new run does not take over the rows of an earlier one."""
@@ -275,14 +288,11 @@ class Run:
 
     def _facts(self) -> dict[str, Any]:
         """What is known without asking the model again."""
-        arm = self.built.arm
         touched = {str(k): [t, rows] for k, (t, rows) in self.optimizer.touched_rows().items()}
         return {
             "arm": self.cfg.name,
             "rho": self.cfg.rho,
-            "budget": arm.to_dict(),
-            "parameters": arm.parameters,
-            "flops": arm.flops,
+            **self.budget(),
             "tokens": self._tokens(),
             "seconds": self.seconds,
             "tokens_per_second": self._tokens() / self.seconds,
@@ -318,14 +328,14 @@ class Run:
             "schedule": {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"},
             "updates": self._updates(),
         }
-        snapshots.save(self.folder, self.built.model, self.optimizer, state)
+        snapshots.save(self.folder, self.saved, self.optimizer, state)
 
     def _updates(self) -> dict[str, int]:
         handle = self.built.handle
         return {} if handle is None else {str(k): s["updates"] for k, s in handle.stats().items()}
 
     def _resume(self) -> None:
-        state = snapshots.load(self.folder, self.built.model, self.optimizer)
+        state = snapshots.load(self.folder, self.saved, self.optimizer)
         self.reader.load_state(state["reader"])
         self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
         self.step, self.seconds = state["step"], state["seconds"]
@@ -364,7 +374,7 @@ def _shown(line: dict[str, Any]) -> dict[str, str]:
     return {"loss": f"{line['loss']:.4f}", "speed": f"{line['tokens_per_second']:,.0f}", "extra": extra}
 
 
-def _claim(folder: Path, cfg: TrainConfig, resume: bool, built: Built) -> dict[str, Any] | None:
+def claim(folder: Path, cfg: TrainConfig, resume: bool, built: Built) -> dict[str, Any] | None:
     """Check the run folder before training (writable, roomy, ours) -> the saved state to resume, or None."""
     saved = snapshots.read_state(folder) if folder.exists() else None
     if saved is not None and not resume:

@@ -120,6 +120,10 @@ class TrainConfig:
         for name in ("eval_every", "checkpoint_every"):
             require(getattr(self, name) >= 0, f"{name}: {getattr(self, name)} must be 0 (at the end only) or a number")
         require(self.threads is None or self.threads >= 1, f"threads: {self.threads} must be at least 1")
+        self.check_shapes()
+
+    def check_shapes(self) -> None:
+        """Raise ConfigError where backbone, memory and data do not fit together."""
         require(
             self.rho is None or self.memory is not None or self.rho == 1, "rho: below 1 it needs a `memory` section"
         )
@@ -169,7 +173,7 @@ def changed_fields(ours: TrainConfig, theirs: Mapping[str, Any]) -> list[str]:
 
     What a configuration of an earlier version does not name had the value that is the default now.
     """
-    mine, defaults = (json.loads(json.dumps(cfg.to_dict())) for cfg in (ours, TrainConfig()))
+    mine, defaults = (json.loads(json.dumps(cfg.to_dict())) for cfg in (ours, type(ours)()))
     filled = {name: theirs.get(name, default) for name, default in defaults.items()}
     for name, default in defaults.items():
         if isinstance(default, dict) and isinstance(filled[name], dict):

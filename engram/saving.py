@@ -156,7 +156,20 @@ def size_in_bytes(size: int | str) -> int:
 
 
 def dense_state(memory: Memory) -> dict[str, Tensor]:
-    """Dense weights and hash constants by name: the state of the memory without rows and their scale."""
+    """Dense weights and hash constants by name: the state of the memory without rows and their scale.
+
+    Raises ConfigError where something else stands in for a projection (an adapter that was given all linear layers):
+    its names would be those of no memory.
+    """
+    for module in memory.modules_by_layer():
+        for name in ("value", "key"):
+            found = getattr(module, name)
+            if found is not None and type(found) is not nn.Linear:
+                raise ConfigError(
+                    f"memory layer {module.layer}: its {name} projection is a {type(found).__module__}."
+                    f"{type(found).__name__}; keep the memory out of an adapter's target modules, or merge or unload "
+                    f"the adapter first"
+                )
     left_out = ("table.store.rows", "table.scale")
     return {name: tensor for name, tensor in memory.state_dict().items() if not name.endswith(left_out)}
 

@@ -298,3 +298,20 @@ def test_a_trainer_saves_both_and_a_run_goes_on_from_there(tiny_model: TinyModel
     again = engram.attach(other, CFG)
     fill(again.memory, folder)
     assert_same_rows(handle.memory, again.memory)
+
+
+PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+
+
+@pytest.mark.parametrize("away", [("model.layers.1",), PARTS])
+def test_bases_whose_weights_are_fetched_when_they_run(away: Any, tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, ids = tiny_model("llama"), some_ids()
+    changed(engram.attach(model, CFG))
+    expected = logits(model, ids)
+    model.save_pretrained(tmp_path / "saved")
+    spread = {"": "disk"} if away == PARTS else {part: "disk" if part in away else "cpu" for part in PARTS}
+    both = engram.from_pretrained(tmp_path / "saved", device_map=spread, offload_folder=str(tmp_path / "away"))
+    assert any(parameter.is_meta for parameter in both.model.parameters())
+    assert torch.equal(logits(both.model.eval(), ids), expected)
+    both.model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(engram.from_pretrained(tmp_path / "again").model.eval(), ids), expected)

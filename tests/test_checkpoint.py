@@ -280,24 +280,28 @@ def test_models_from_the_meta_device_and_casts(
 
 
 def test_a_trainer_saves_both_and_a_run_goes_on_from_there(tiny_model: TinyModel, tmp_path: Path) -> None:
-    model, texts = tiny_model("llama"), [{"input_ids": ids, "labels": ids} for ids in some_ids().repeat(2, 1)]
-    handle = engram.attach(model, CFG)
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=2, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[]
-    )
-    optimizer = engram.optim.build(model, lr=1e-2)
-    trainer = transformers.Trainer(model, arguments, train_dataset=texts, optimizers=(optimizer, None))  # type: ignore[arg-type]
-    trainer.train()
-    folder = tmp_path / "checkpoint-2"
-    model.eval()
-    ids = some_ids()
-    expected = logits(model, ids)
-    both = engram.from_pretrained(folder)
-    assert torch.equal(logits(both.model.eval(), ids), expected)
-    other = tiny_model("llama")
-    again = engram.attach(other, CFG)
-    fill(again.memory, folder)
+    texts, ids = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCAB, (8, 12))], some_ids()
+
+    def trained(resume: Path | None = None) -> engram.Handle:
+        model = tiny_model("llama")
+        handle = engram.attach(model, CFG.replace(init="zeros"))
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=4, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[]
+        )
+        both: Any = (engram.optim.build(model, lr=1e-2), None)
+        trainer = transformers.Trainer(model, arguments, train_dataset=texts, optimizers=both)  # type: ignore[arg-type]
+        if resume is not None:
+            fill(handle.memory, resume)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        model.eval()
+        return handle
+
+    handle = trained()
+    expected = logits(handle.model, ids)
+    assert torch.equal(logits(engram.from_pretrained(tmp_path / "checkpoint-4").model.eval(), ids), expected)
+    again = trained(resume=tmp_path / "checkpoint-2")
     assert_same_rows(handle.memory, again.memory)
+    assert torch.equal(logits(again.model, ids), expected), "as if it had never been interrupted"
 
 
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")

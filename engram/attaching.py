@@ -75,13 +75,14 @@ def attach(
             raise ConfigError(f"vocab_size: {cfg.vocab_size} is less than the {vocab_size} ids of the model")
         vocab_size = cfg.vocab_size
     first = next(host.decoder.parameters())
-    with torch.device(first.device):
+    device = _device_of(host, cfg.layers[0])  # not `first`'s: that lies on meta where weights are fetched when they run
+    with torch.device(device):
         shared = rows_of.memory if isinstance(rows_of, Handle) else rows_of
         width = host.value_width if cfg.site == "value" else None
         memory = Memory(
             cfg, None if token_map is not None else vocab_size, token_map, rows_of=shared, value_width=width
         )
-    memory.to(first.device)
+    memory.to(device)
     dtype = first.dtype if first.is_floating_point() else torch.get_default_dtype()  # quantised weights are integers
     for block, layer in zip(cfg.layers, memory.modules_by_layer(), strict=True):
         layer.to(_device_of(host, block), dtype)
@@ -98,7 +99,10 @@ def attach(
 def _device_of(host: Host, block: int) -> torch.device:
     """Where a block computes: `device_map` may spread them. Blocks that are fetched when they run say so by a hook."""
     module = host.blocks[block]
-    execution = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]
+    execution = next(
+        (device for hook in hooks if (device := getattr(hook, "execution_device", None)) is not None), None
+    )
     if execution is not None:
         return torch.device(execution)
     found = next((p.device for p in module.parameters() if p.device.type != "meta"), None)
@@ -136,7 +140,7 @@ def _keep_from_ddp(model: nn.Module, memory: Memory) -> None:
 
 def _give_back_to_ddp(model: nn.Module) -> None:
     """The other way round: names of the memory are taken off the list, and the list with the last of them."""
-    ignored = [name for name in model.__dict__.pop("_ddp_params_and_buffers_to_ignore") if name[:7] != "engram."]
+    ignored = [name for name in model.__dict__.pop("_ddp_params_and_buffers_to_ignore", []) if name[:7] != "engram."]
     if ignored:
         model.__dict__["_ddp_params_and_buffers_to_ignore"] = ignored
 

@@ -41,6 +41,7 @@ from engram.saving import (
     stored_as,
 )
 from engram.stores import DeferredDiskStore
+from engram.stores.device import unfilled
 from engram.stores.formats import get_format
 from engram.stores.journal import find_journals
 from engram.strict import from_dict, require
@@ -94,7 +95,8 @@ def load(
     saved = read_saved(folder, revision)
     cfg = _placed(saved.index.config, placement, path)
     new = _new_files(cfg)
-    handle = attach(model, cfg, tokenizer, saved.token_map)
+    with unfilled():
+        handle = attach(model, cfg, tokenizer, saved.token_map)
     try:
         _refuse_meta(handle.memory)
         _fill(handle.memory, saved)

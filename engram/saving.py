@@ -38,7 +38,7 @@ from engram.stores.formats import RowFormat, get_format
 from engram.stores.rowfile import sync_folder
 from engram.strict import to_dict
 from engram.table import Table
-from engram.tensorfiles import PIECE_BYTES, Stream, write_tensors
+from engram.tensorfiles import PIECE_BYTES, Stream, read_header, write_tensors
 
 log = logging.getLogger("engram")
 FORMAT = 1
@@ -127,6 +127,7 @@ def save(
     if lost is not None or any(module.table.store.device.type == "meta" for module in memory.modules_by_layer()):
         raise ConfigError(f"save: {lost or 'rows'} of the memory lie on the meta device; give the model storage first")
     memory.flush()
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     transaction = _Transaction(folder)
     try:
@@ -134,6 +135,8 @@ def save(
         transaction.finish(index)
     except BaseException:
         transaction.undo()
+        if is_new:
+            folder.rmdir()
         raise
     _write_card(folder, index, tensors)
     sizes = ", ".join(f"layer {table.layer} {size_text(table.rows * table.row_bytes)}" for table in index.tables)
@@ -153,7 +156,20 @@ def size_in_bytes(size: int | str) -> int:
 
 
 def dense_state(memory: Memory) -> dict[str, Tensor]:
-    """Dense weights and hash constants by name: the state of the memory without rows and their scale."""
+    """Dense weights and hash constants by name: the state of the memory without rows and their scale.
+
+    Raises ConfigError where something else stands in for a projection (an adapter that was given all linear layers):
+    its names would be those of no memory.
+    """
+    for module in memory.modules_by_layer():
+        for name in ("value", "key"):
+            found = getattr(module, name)
+            if found is not None and type(found) is not nn.Linear:
+                raise ConfigError(
+                    f"memory layer {module.layer}: its {name} projection is a {type(found).__module__}."
+                    f"{type(found).__name__}; keep the memory out of an adapter's target modules, or merge or unload "
+                    f"the adapter first"
+                )
     left_out = ("table.store.rows", "table.scale")
     return {name: tensor for name, tensor in memory.state_dict().items() if not name.endswith(left_out)}
 
@@ -199,8 +215,9 @@ class _Transaction:
         replace_text(self.folder / INDEX, json.dumps(to_dict(index), indent=1) + "\n")
         self.renamed = []
         names = {file.file for file in index.files()}
-        for name in os.listdir(self.folder):
-            if (name in self.before and name not in names) or _ASIDE.fullmatch(name):
+        for name in set(os.listdir(self.folder)) - names:
+            ours = name in self.before or (_OURS.fullmatch(name) and _has_our_mark(self.folder / name))
+            if ours or _ASIDE.fullmatch(name):  # a save that was killed leaves some of them behind
                 (self.folder / name).unlink(missing_ok=True)
         sync_folder(self.folder / INDEX)
 
@@ -219,6 +236,14 @@ def _named_before(index: Path) -> set[str]:
     except (OSError, ValueError, KeyError, TypeError):  # none, or one that nobody can load any more
         return set()
     return {name for name in names if _OURS.fullmatch(name)}
+
+
+def _has_our_mark(path: Path) -> bool:
+    """Whether a save has written this file."""
+    try:
+        return not {"engram_shard", "engram_memory", "engram_token_map"}.isdisjoint(read_header(path).metadata)
+    except ConfigError:
+        return False
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -23,6 +23,7 @@ from engram.checkpoint import fill, find_memory, load
 from engram.config import ConfigError, EngramConfig
 from engram.memory import Memory
 from engram.saving import save
+from engram.stores import TableSpec
 from engram.stores.formats import FORMATS
 
 PLACEMENTS = ("device", "host", "pinned", "disk")
@@ -65,6 +66,19 @@ def test_rows_may_move_to_another_store(placement: str, tiny_model: TinyModel, t
     if path is not None:  # a file goes back to its last checkpoint when it is opened
         again = engram.attach(tiny_model("llama"), placed(CFG.replace(row_dtype="bf16"), "disk", path))
         assert_same_rows(handle.memory, again.memory)
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "pinned"])
+def test_loading_makes_no_initial_values_that_it_would_overwrite(
+    placement: str, saved: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def initial(*args: Any) -> Any:
+        raise AssertionError("initial values were asked for")
+
+    monkeypatch.setattr(TableSpec, "initial", initial)
+    load(tiny_model("llama"), saved, placement=placement)
+    with pytest.raises(AssertionError, match="initial values"):
+        engram.attach(tiny_model("llama"), CFG)
 
 
 def test_safetensors_reads_the_same_rows(saved: Path, tiny_model: TinyModel) -> None:
@@ -266,21 +280,42 @@ def test_models_from_the_meta_device_and_casts(
 
 
 def test_a_trainer_saves_both_and_a_run_goes_on_from_there(tiny_model: TinyModel, tmp_path: Path) -> None:
-    model, texts = tiny_model("llama"), [{"input_ids": ids, "labels": ids} for ids in some_ids().repeat(2, 1)]
-    handle = engram.attach(model, CFG)
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=2, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[]
-    )
-    optimizer = engram.optim.build(model, lr=1e-2)
-    trainer = transformers.Trainer(model, arguments, train_dataset=texts, optimizers=(optimizer, None))  # type: ignore[arg-type]
-    trainer.train()
-    folder = tmp_path / "checkpoint-2"
-    model.eval()
-    ids = some_ids()
-    expected = logits(model, ids)
-    both = engram.from_pretrained(folder)
-    assert torch.equal(logits(both.model.eval(), ids), expected)
-    other = tiny_model("llama")
-    again = engram.attach(other, CFG)
-    fill(again.memory, folder)
+    texts, ids = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCAB, (8, 12))], some_ids()
+
+    def trained(resume: Path | None = None) -> engram.Handle:
+        model = tiny_model("llama")
+        handle = engram.attach(model, CFG.replace(init="zeros"))
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=4, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[]
+        )
+        both: Any = (engram.optim.build(model, lr=1e-2), None)
+        trainer = transformers.Trainer(model, arguments, train_dataset=texts, optimizers=both)  # type: ignore[arg-type]
+        if resume is not None:
+            fill(handle.memory, resume)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        model.eval()
+        return handle
+
+    handle = trained()
+    expected = logits(handle.model, ids)
+    assert torch.equal(logits(engram.from_pretrained(tmp_path / "checkpoint-4").model.eval(), ids), expected)
+    again = trained(resume=tmp_path / "checkpoint-2")
     assert_same_rows(handle.memory, again.memory)
+    assert torch.equal(logits(again.model, ids), expected), "as if it had never been interrupted"
+
+
+PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+
+
+@pytest.mark.parametrize("away", [("model.layers.1",), PARTS])
+def test_bases_whose_weights_are_fetched_when_they_run(away: Any, tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, ids = tiny_model("llama"), some_ids()
+    changed(engram.attach(model, CFG))
+    expected = logits(model, ids)
+    model.save_pretrained(tmp_path / "saved")
+    spread = {"": "disk"} if away == PARTS else {part: "disk" if part in away else "cpu" for part in PARTS}
+    both = engram.from_pretrained(tmp_path / "saved", device_map=spread, offload_folder=str(tmp_path / "away"))
+    assert any(parameter.is_meta for parameter in both.model.parameters())
+    assert torch.equal(logits(both.model.eval(), ids), expected)
+    both.model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(engram.from_pretrained(tmp_path / "again").model.eval(), ids), expected)

@@ -13,14 +13,15 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 import transformers
 from huggingface_hub import ModelCard
-from saved_memory import CFG, TinyModel, assert_same_rows, changed, edit_index, save_small
+from saved_memory import CFG, TinyModel, assert_same_rows, changed, edit_index, logits, save_small, some_ids
 
 import engram
 import engram.optim
 from engram import checkpoint, saving
-from engram.checkpoint import load
+from engram.checkpoint import fill, load
 from engram.config import ConfigError
 from engram.tensorfiles import read_pieces
 
@@ -53,9 +54,15 @@ def test_an_older_memory_survives_a_save_that_fails(
         monkeypatch.setattr(saving, "replace_text", broken)
     with pytest.raises(OSError, match="No space"):
         handle.save_pretrained(saved)
+    with pytest.raises(OSError, match="No space"):
+        handle.save_pretrained(saved.parent / "new")
+    assert not (saved.parent / "new").exists()
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
     monkeypatch.undo()
+    for left in ("memory.5.safetensors", "rows-layer-0-00001-of-00002.5.safetensors.writing-1"):  # after a kill
+        shutil.copy(saved / "memory.safetensors", saved / left)
     handle.save_pretrained(saved)
+    assert not list(saved.glob("*.5.*"))
     assert_same_rows(handle.memory, load(tiny_model("llama"), saved).memory)
     assert len(list(saved.glob("*.safetensors"))) == 4, "files of the save before are gone"
 
@@ -218,6 +225,26 @@ def test_other_models_and_tokenizers_are_refused(saved: Path, tiny_model: TinyMo
     load(model, saved)
     with pytest.raises(ConfigError, match="has a memory already"):
         load(model, saved)
+
+
+def test_a_memory_inside_an_adapter_is_refused_and_beside_one_saved(tiny_model: TinyModel, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model, ids = tiny_model("llama"), some_ids()
+    handle = changed(engram.attach(model, CFG))
+    beside = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    expected = logits(beside.eval(), ids)
+    handle.save_pretrained(tmp_path / "memory")
+    beside.save_pretrained(tmp_path / "adapter")
+    other = tiny_model("llama")
+    load(other, tmp_path / "memory")
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(other, tmp_path / "adapter").eval(), ids), expected)
+    inside = tiny_model("llama")
+    handle = engram.attach(inside, CFG)
+    peft.get_peft_model(inside, peft.LoraConfig(target_modules=["value"]))
+    for call in (handle.save_pretrained, lambda folder: fill(handle.memory, tmp_path / "memory")):
+        with pytest.raises(ConfigError, match="its value projection is a peft"):
+            call(tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 def test_raw_ids_of_another_vocabulary_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -361,6 +361,8 @@ def test_caches_that_do_not_belong_together_are_refused(build: Any, tiny_model: 
     with pytest.raises(ValueError, match="input_ids"):
         model(inputs_embeds=torch.zeros(1, 3, 32))
     state = handle.memory.new_state()
+    with pytest.raises(ValueError, match="filled by another memory"):
+        other.engram.start(ids, state=state)
     with pytest.raises(ValueError, match="packed documents cannot be continued"):
         handle.memory.start(ids, state=state, segment_ids=torch.zeros_like(ids))
 

@@ -58,6 +58,7 @@ class ReleasedLayout:
     one_a_column  the shards are the columns' tables; otherwise they are any cut of one row space.
     block_scale   part with one E8M0 scale for 32 values of a row.
     one_scale     part with one number by which all fp8 rows are multiplied.
+    shard_count   field of config.json with the number of shards of a layer's rows.
     constants     part -> the constant of `engram.hashing.NgramHash` that it must equal.
     skipped       parts that are no weights: statistics, look-up tables, the host's own embedding.
     config        fields of config.json and the family's configuration -> the configuration of these files.
@@ -74,6 +75,7 @@ class ReleasedLayout:
     one_a_column: bool = False
     block_scale: str = ""
     one_scale: str = ""
+    shard_count: str = ""
     constants: Mapping[str, str] = dataclasses.field(default_factory=dict)
     skipped: str = "(?!)"
     fields: Callable[[EngramConfig], dict[str, Any]] | None = None
@@ -258,6 +260,7 @@ LAYOUTS: tuple[ReleasedLayout, ...] = (
             for spelling in (r"shards?[._](?P<shard>\d+)\.weight", r"(?P<shard>\d+)\.weight", "weight")
         ),
         one_scale="ple_embedding.ngram_embedding.weight_scale",
+        shard_count="split_ngram_parts",
         weights=(
             Weight("value.weight", "value_proj.weight", ("D", "M")),
             Weight("key.weight", "key_proj.weight", ("SD", "M")),

@@ -31,7 +31,7 @@ from engram.memory import Memory
 from engram.prefetch import Fetcher
 from engram.released import WEIGHT_BLOCK, Released, ReleasedRows, require_layout
 from engram.released_layouts import LAYOUTS, ReleasedLayout, Weight
-from engram.stores import DeviceStore, Store
+from engram.stores import DeferredDiskStore, DeviceStore, Store
 from engram.stores.formats import LARGEST, fp8_power, get_format
 from engram.stores.rowfile import sync_folder
 from engram.stores.tensors import DTYPES, INDEX
@@ -56,6 +56,7 @@ def load_released(
 
     rows  "copy": into the layer's store, whatever its place and format, in pieces of 4 million values. "in place": the
           layer reads them from the files at every look-up (by the prefetching thread), and they cannot be trained.
+          A file of rows (placement "disk") is checkpointed after it was filled.
 
     Returns {"family", "layers": {layer: {"rows", "width", "stored", "kept", "bytes"}}}: the formats in the files and
     here. Where they differ, values are rounded to the format of `row_dtype`; same formats are copied byte for byte, or
@@ -174,6 +175,8 @@ def _copy_rows(table: Table, source: ReleasedRows) -> None:
             ids = torch.arange(first, first + count, device=store.device)
             store.update(ids, source.values(first, count).to(store.device))
     store.flush()
+    if isinstance(store, DeferredDiskStore):  # a table that is opened again goes back to its last checkpoint
+        store.commit_checkpoint(store.prepare_checkpoint())
     _replaced(table)
 
 
@@ -249,7 +252,11 @@ def export_released(memory: Memory, family: str, folder: str | Path, *, shards: 
             index.update({entry.name: name for entry in group})
         total = sum(entry.size for entry in entries)
         about = {"metadata": {"total_size": total}, "weight_map": index}
-        for name, content in ((INDEX, about), ("config.json", layout.fields(cfg))):
+        described = layout.fields(cfg)
+        if layout.shard_count:
+            tables = [entry for entry in entries if layout.split(entry.name)]
+            described[layout.shard_count] = len(tables) // len(cfg.layers)
+        for name, content in ((INDEX, about), ("config.json", described)):
             _write_text(aside / name, json.dumps(content, indent=2) + "\n")
         sync_folder(aside / INDEX)
         os.rename(aside, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -342,3 +343,11 @@ print(engram.released_config({str(path)!r}) == engram.families.get("deepseek-v4.
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ})
     assert done.returncode == 0 and done.stdout == "True\n", done.stderr
     assert path.stat().st_blocks * 512 < 1 << 24
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    script = Path(__file__).resolve().parents[1] / "docs" / "examples" / "read_released.py"
+    runpy.run_path(str(script), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "qwen3.8-flash-next: block 1, 40,320 rows of 8 values, bf16" in out
+    assert out.endswith("exported, and read back bit for bit\n")

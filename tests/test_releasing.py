@@ -1,0 +1,433 @@
+"""Released weights into memories in every store, the way back, and `engram inspect`; whatever does not fit is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from released_files import (
+    MAP,
+    QWEN,
+    V41,
+    V41_JSON,
+    Stored,
+    back,
+    raw,
+    unpacked,
+    v41_tensors,
+    write_index,
+    write_tensors,
+)
+from safetensors.torch import load_file
+
+import engram
+from engram import releasing
+from engram.cli import main
+from engram.config import ConfigError, EngramConfig
+from engram.hashing import NgramHash, total_rows
+from engram.layer import Engram
+from engram.memory import Memory
+
+ONE = V41.replace(layers=(1,))
+IDS = torch.arange(total_rows(ONE, 1))
+
+
+@pytest.fixture
+def v41(tmp_path: Path) -> Path:
+    """One file with layer 1 of V41, and other tensors of a host."""
+    tensors = {**v41_tensors(ONE, 1, len(IDS), "model."), "model.norm.weight": raw(torch.ones(4))}
+    return write_tensors(tmp_path / "v41.safetensors", tensors)
+
+
+def _values(path: Path) -> torch.Tensor:
+    """All rows, by the judge's decoder."""
+    stored = {name: tensor.view(torch.uint8) for name, tensor in load_file(path).items() if ".embed." in name}
+    return unpacked(stored["model.layers.1.engram.embed.weight"], stored["model.layers.1.engram.embed.scale"])
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "disk"])
+@pytest.mark.parametrize("row_dtype", ["fp8_e4m3", "fp32", "bf16"])
+def test_rows_are_the_same_in_every_store(
+    v41: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: Any, row_dtype: Any
+) -> None:
+    monkeypatch.setattr(releasing, "PIECE", 64 * 100)  # seven pieces, the last one short
+    folder = str(tmp_path / "rows") if placement == "disk" else None
+    memory = Memory(ONE.replace(placement=placement, path=folder, row_dtype=row_dtype, init="zeros"), token_map=MAP)
+    assert engram.load_released(memory, v41)["layers"][1]["kept"] == row_dtype
+    assert torch.equal(memory.layer(1).table.read(IDS).double(), _values(v41))
+    memory.close()
+    if placement == "disk":  # and the rows are still there when the file is opened again
+        again = Memory(memory.cfg, token_map=MAP)
+        assert torch.equal(again.layer(1).table.read(IDS).double(), _values(v41))
+        again.close()
+
+
+def test_rows_are_replaced_whatever_was_going_on(v41: Path) -> None:
+    """A scale of decayed rows, a gradient that waits, a fetch under way: none of it reaches the loaded rows."""
+    memory = Memory(ONE.replace(placement="host", row_dtype="fp32"), token_map=MAP)
+    table = memory.layer(1).table
+    table.common.scale = 0.5
+    ids, x = torch.randint(0, 300, (1, 9)), torch.randn(1, 9, 2, 40)
+    memory.prefetch(ids)
+    memory.start(ids)
+    memory(1, x).sum().backward()
+    assert table.proxy.grad is not None
+    step = memory.start(ids)
+    engram.load_released(memory, v41)
+    assert table.proxy.grad is None and table.scale == 1
+    expected = _values(v41)[step.rows_BTC[1]].flatten(-2)
+    for _ in range(2):
+        memory.layer(1).tapping = True
+        memory(1, x, step)
+        assert torch.equal(memory.layer(1).taps["memory"].double(), expected)
+        step = memory.start(ids)
+    memory.close()
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "disk"])
+def test_rows_in_place_are_read_and_never_written(v41: Path, tmp_path: Path, placement: Any) -> None:
+    content = v41.read_bytes()
+    cfg = ONE.replace(placement=placement, path=str(tmp_path / "rows") if placement == "disk" else None, init="zeros")
+    memory, copied = Memory(cfg, token_map=MAP), Memory(ONE, token_map=MAP)
+    assert engram.load_released(memory, v41, rows="in place")["layers"][1]["kept"] == "fp8_e4m3"
+    engram.load_released(copied, v41)
+    ids, x = torch.randint(0, 300, (2, 30)), torch.randn(2, 30, 2, 40)
+    for one in (memory, copied):
+        one.prefetch(ids)
+        one.start(ids)
+    assert torch.equal(memory(1, x), copied(1, x))
+    assert not any(name.endswith("store.rows") for name in memory.state_dict())
+    assert memory.stats()[1]["store"] == "released" and memory.stats()[1]["bytes"] == {"released": len(IDS) * 66}
+    assert not (tmp_path / "rows").exists()
+    table = memory.layer(1).table
+    assert not table.trainable
+    table.write(IDS[:1], torch.zeros(1, 64))
+    with pytest.raises(RuntimeError, match="read-only|writing rows"):
+        table.flush()
+    assert v41.read_bytes() == content
+    memory.close()
+    with pytest.raises(ConfigError, match="rows: 'there' is not known"):
+        engram.load_released(copied, v41, rows="there")  # type: ignore[arg-type]
+
+
+def test_empty_look_ups_and_copies_of_rows_in_place(v41: Path) -> None:
+    import copy
+
+    memory = Memory(ONE, token_map=MAP)
+    engram.load_released(memory, v41, rows="in place")
+    other = copy.deepcopy(memory)
+    assert memory.layer(1).table.read(IDS[:0]).shape == (0, 64)
+    memory.close()
+    assert torch.equal(other.layer(1).table.read(IDS).double(), _values(v41))
+    other.close()
+    with pytest.raises(IndexError, match=f"row {len(IDS)} is outside"):
+        engram.released_rows(v41, 1, [0, len(IDS)])
+    with pytest.raises(ConfigError, match=r"layer: 2 is not in .*; it has \[1\]"):
+        engram.released_rows(v41, 2, [0])
+
+
+def _changed(path: Path, change: Callable[[dict[str, Stored]], Any], layer: int = 1) -> None:
+    tensors = v41_tensors(ONE, layer, len(IDS))
+    change(tensors)
+    write_tensors(path, tensors)
+
+
+def _put(name: str, stored: Stored) -> Callable[[dict[str, Stored]], Any]:
+    return lambda tensors: tensors.update({f"layers.1.engram.{name}": stored})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("layers.1.engram.embed.scale"), "no tensor layers.1.engram.embed.scale"),
+        (lambda t: t.pop("layers.1.engram.wkv.scale"), "no tensor layers.1.engram.wkv.scale"),
+        (lambda t: t.pop("layers.1.engram.q_weight"), "no tensor layers.1.engram.q_weight"),
+        (_put("q_weight", raw(torch.ones(40, 2))), r"q_weight: shape \[40, 2\], expected \[2, 40\]"),
+        (_put("q_weight", raw(torch.ones(2, 40).long())), "q_weight: dtype I64, expected one of F32, BF16"),
+        (_put("q_weight", raw(torch.full((2, 40), torch.nan))), "q_weight: holds NaN"),
+        (_put("wkv.weight", raw(torch.ones(120, 383))), r"wkv.weight: shape \[120, 383\]"),
+        (_put("wkv.scale", raw(torch.ones(4, 12))), r"wkv.scale: F32 \[4, 12\], expected F8_E8M0 \[4, 12\]"),
+        (_put("wkv.scale", raw(torch.full((4, 12), 255, dtype=torch.uint8), "F8_E8M0")), "wkv.weight: holds NaN"),
+        (_put("embed.weight", raw(torch.ones(len(IDS) - 1, 64))), f"{len(IDS) - 1:,} rows, the hash of layer 1 addr"),
+        (_put("embed.weight", raw(torch.ones(len(IDS), 32))), "expected rows of 64 values"),
+        (_put("embed.weight", raw(torch.ones(len(IDS), 64).long())), "dtype I64, rows are read as"),
+        (_put("embed.scale", raw(torch.ones(len(IDS), 1, dtype=torch.uint8), "F8_E8M0")), "expected F8_E8M0"),
+    ],
+)
+def test_tensors_that_do_not_fit_leave_the_memory_as_it_was(
+    tmp_path: Path, change: Callable[[dict[str, Stored]], Any], said: str
+) -> None:
+    _changed(tmp_path / "x.safetensors", change)
+    memory = Memory(ONE, token_map=MAP)
+    before = {name: tensor.clone() for name, tensor in memory.state_dict().items()}
+    with pytest.raises(ValueError, match=said):
+        engram.load_released(memory, tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in memory.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"heads": 1}, "heads: 1 in this configuration, 2 in config.json"),
+        ({"rows": 99}, r"rows: \(99, 99, 99\) in this configuration"),
+        ({"seed": 1}, "seed: 1 in this configuration, 0 in config.json"),
+        ({"filler": 3}, "filler: 3 in this configuration"),
+        ({"gate_eps": 1e-5}, "gate_eps: 1e-05 in this configuration"),
+        ({"gate": "sigmoid"}, "gate: 'sigmoid' in this configuration"),
+        ({"boundary": "none"}, "boundary: 'none' in this configuration"),
+        ({"bias": True}, "bias: True in this configuration"),
+        ({"conv_kernel": 4}, "conv_kernel: 4 in this configuration"),
+        ({"layers": (1, 3)}, r"layers: \(1, 3\) in this configuration"),
+    ],
+)
+def test_a_configuration_that_is_not_that_of_the_files_is_named(
+    v41: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**V41_JSON, "engram_layer_ids": [1]}))
+    engram.load_released(Engram(ONE, 1, token_map=MAP), v41)
+    with pytest.raises(ConfigError, match=said):
+        engram.load_released(Engram(ONE.replace(**changes), 1, token_map=MAP), v41)
+
+
+def test_what_cannot_be_filled_is_refused(v41: Path, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        empty = Memory(ONE, token_map=MAP)
+    with pytest.raises(ConfigError, match="on the meta device"):
+        engram.load_released(empty, v41)
+    with pytest.raises(ConfigError, match="layer: 3 is not in"):
+        engram.load_released(Memory(V41, token_map=MAP), v41)
+    first = Memory(ONE, token_map=MAP)
+    second = Memory(ONE, token_map=MAP, rows_of=first)
+    with pytest.raises(ConfigError, match="shares its rows"):
+        engram.load_released(second, v41, rows="in place")
+    engram.load_released(second, v41)
+    assert torch.equal(first.layer(1).table.read(IDS).double(), _values(v41))
+    engram.load_released(Memory(ONE, token_map=MAP), v41, rows="in place")
+    write_tensors(tmp_path / "other.safetensors", {"x": raw(torch.ones(3))})
+    with pytest.raises(ConfigError, match="no memory in a layout that we know"):
+        engram.load_released(first, tmp_path / "other.safetensors")
+
+
+def _qwen_memory(**changes: Any) -> Memory:
+    """A Qwen memory with random weights, trained rows, norm weights near 1, near 0 and negative."""
+    memory = Memory(QWEN.replace(**changes))
+    generator = torch.Generator().manual_seed(3)
+    for module in memory.modules_by_layer():
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if name != "table.proxy":
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+        ids = torch.arange(module.table.store.spec.rows)
+        module.table.store.update(ids, torch.randn(len(ids), QWEN.head_dim, generator=generator))
+    return memory
+
+
+def _same(one: Memory, other: Memory) -> None:
+    first, second = one.state_dict(), other.state_dict()
+    assert first.keys() == second.keys() and len(first) > 8
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.parametrize(
+    ("row_dtype", "dtype"), [("bf16", "BF16"), ("fp32", "F32"), ("fp8_e4m3", "BF16"), ("int8", "F32"), ("lut3", "BF16")]
+)
+def test_qwen_there_and_back_is_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_dtype: Any, dtype: str
+) -> None:
+    monkeypatch.setattr(releasing, "FILE_BYTES", 20_000)
+    memory = _qwen_memory(row_dtype=row_dtype, layers=(1, 2))
+    about = engram.export_released(memory, "qwen3.8-flash-next", tmp_path / "out", shards=7)
+    assert about["files"] > 3 and len(list((tmp_path / "out").iterdir())) == about["files"] + 2
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["split_ngram_parts"] == 7
+    cfg = engram.released_config(tmp_path / "out")
+    assert cfg.replace(row_dtype=row_dtype) == memory.cfg
+    again = Memory(memory.cfg)
+    engram.load_released(again, tmp_path / "out")
+    _same(again, memory)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        tensors |= load_file(file)  # the format's own library
+    prefix = "model.language_model.layers.1.ple."
+    rows = torch.cat([tensors[f"{prefix}ple_embedding.ngram_embedding.shard_{i}.weight"] for i in range(7)])
+    assert rows.dtype == {"BF16": torch.bfloat16, "F32": torch.float32}[dtype]
+    assert torch.equal(rows.float(), again.layer(1).table.read(torch.arange(len(rows))))
+    norm = tensors[f"{prefix}norm_key.weight"].double() + 1
+    assert torch.equal(norm.float().view(3, 16), memory.layer(1).key_norm)  # type: ignore[arg-type]
+
+
+def test_rows_that_have_decayed_are_exported_as_their_values(tmp_path: Path) -> None:
+    memory = _qwen_memory(row_dtype="fp32")
+    table = memory.layer(1).table
+    before = table.read(torch.arange(50))
+    table.common.scale = 0.75
+    engram.export_released(memory, "qwen3.8-flash-next", tmp_path / "out")
+    assert torch.equal(engram.released_rows(tmp_path / "out", 1, range(50)), 0.75 * before)
+
+
+def test_norm_weights_are_stored_in_float64_only_where_that_is_needed(tmp_path: Path) -> None:
+    memory = _qwen_memory()
+    with torch.no_grad():
+        for name in ("key_norm", "query_norm"):
+            getattr(memory.layer(1), name).copy_(1 + torch.randn(3, 16).bfloat16().float() * 0.1)
+        memory.layer(1).query_norm[0, 0] = 2.0**-30  # type: ignore[index]
+    engram.export_released(memory, "qwen3.8-flash-next", tmp_path / "out")
+    tensors = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    dtypes = {name.split(".")[-2]: tensor.dtype for name, tensor in tensors.items() if "norm_" in name}
+    assert dtypes["norm_key"] == torch.float32 and dtypes["norm_query"] == torch.float64
+
+
+def test_v41_there_and_back_is_bit_equal_after_one_rounding(v41: Path, tmp_path: Path) -> None:
+    memory = Memory(ONE.replace(row_dtype="fp32"), token_map=MAP)
+    with torch.no_grad():
+        for name, parameter in memory.named_parameters():
+            if not name.endswith("proxy"):
+                parameter.copy_(torch.randn_like(parameter))
+    memory.layer(1).table.store.update(IDS, torch.randn(len(IDS), 64))
+    engram.export_released(memory, "deepseek-v4.1", tmp_path / "one")
+    assert engram.released_config(tmp_path / "one") == ONE
+    first, second = Memory(ONE, token_map=MAP), Memory(ONE, token_map=MAP)
+    engram.load_released(first, tmp_path / "one")
+    for name, error in (("value.weight", 0.06), ("key.weight", 0.06), ("key_norm", 0.0), ("query_norm", 0.0)):
+        ours, theirs = (dict(m.layer(1).named_parameters())[name].detach() for m in (memory, first))
+        # E4M3 rounds by 2^-4 of a number at most, or by half of its smallest step, 2^-9 of 2^-7
+        assert ((ours - theirs).abs() <= error * ours.abs() + (error > 0) * 2.0**-14).all(), name
+    row_error = (first.layer(1).table.read(IDS) - memory.layer(1).table.read(IDS)).abs()
+    assert 0 < row_error.max() < 0.3
+    engram.export_released(first, "deepseek-v4.1", tmp_path / "two")
+    engram.load_released(second, tmp_path / "two")
+    _same(first, second)
+    for name in ("model-00001-of-00001.safetensors", "model.safetensors.index.json", "config.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    released = {name: back(stored) for name, stored in v41_tensors(ONE, 1, len(IDS)).items()}
+    exported = load_file(tmp_path / "one" / "model-00001-of-00001.safetensors")
+    assert {name: list(tensor.shape) for name, tensor in exported.items()} == {
+        name: list(tensor.shape) for name, tensor in released.items()
+    }
+    assert exported["layers.1.engram.embed.scale"].dtype == torch.float8_e8m0fnu
+
+
+@pytest.mark.parametrize(
+    ("cfg", "family", "said"),
+    [
+        (QWEN, "longcat-flash-lite", "no export; choose one of deepseek-v4.1, qwen3.8-flash-next"),
+        (QWEN.replace(gate_eps=1e-5), "qwen3.8-flash-next", "conv_eps: 1e-06 is not expressible"),
+        (QWEN.replace(boundary="segment"), "qwen3.8-flash-next", "boundary: 'segment' is not expressible"),
+        (QWEN.replace(orders=(2, 4)), "qwen3.8-flash-next", "cannot hold this memory|orders"),
+        (QWEN.replace(filler=8), "qwen3.8-flash-next", "eos: "),
+        (QWEN.replace(hash=dataclasses.replace(QWEN.hash, layer_key="layer")), "qwen3.8-flash-next", "hash: "),
+        (QWEN, "deepseek-v4.1", "compress: False is not expressible|cannot hold"),
+    ],
+)
+def test_what_a_layout_cannot_say_is_not_exported(tmp_path: Path, cfg: EngramConfig, family: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        engram.export_released(Memory(cfg), family, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = _qwen_memory()
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="is there; name a new one"):
+        engram.export_released(memory, "qwen3.8-flash-next", tmp_path / "there")
+    with pytest.raises(ConfigError, match="is no folder"):
+        engram.export_released(memory, "qwen3.8-flash-next", tmp_path / "no" / "out")
+    with torch.no_grad():
+        memory.layer(1).key_norm[0, 0] = torch.nan  # type: ignore[index]
+    with pytest.raises(ValueError, match="layer 1: key_norm holds NaN"):
+        engram.export_released(memory, "qwen3.8-flash-next", tmp_path / "out")
+    monkeypatch.setattr(releasing, "_write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        engram.export_released(_qwen_memory(), "qwen3.8-flash-next", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def _inspect(capsys: pytest.CaptureFixture[str], path: Path, status: int) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["inspect", str(path), "--json"]) == status
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert main(["inspect", str(path)]) == status  # what a person sees is left for the caller to read
+    return result
+
+
+def test_inspect_says_what_is_there(v41: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**V41_JSON, "engram_layer_ids": [1]}))
+    result = _inspect(capsys, v41, 0)
+    assert "family deepseek-v4.1" in capsys.readouterr().out
+    (layer,) = result["layers"]
+    hasher = NgramHash(ONE, 1)
+    assert result["family"] == "deepseek-v4.1" and result["others"] == 1 and not result["unplaced"]
+    assert result["config"] == json.loads(json.dumps(ONE.to_dict()))
+    expected = {"layer": 1, "rows": len(IDS), "width": 64, "row_format": "fp8_e4m3", "row_bytes": 66, "shards": 1}
+    assert expected.items() <= layer.items() and layer["multipliers"] == hasher.multipliers.tolist()
+    assert layer["table_bytes"] == 66 * len(IDS) and layer["agrees"]
+    assert layer["dense"]["wkv.weight"] == {"dtype": "F8_E4M3", "shape": [120, 384]}
+
+
+def test_inspect_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engram.export_released(_qwen_memory(), "qwen3.8-flash-next", tmp_path / "out", shards=3)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    tensors = {name: raw(tensor) for name, tensor in load_file(file).items()}
+    prefix = "model.language_model.layers.1.ple."
+    (tmp_path / "out" / "model.safetensors.index.json").unlink()
+    tensors[f"{prefix}ple_embedding.token_lookup"] = raw(torch.ones(2))
+    tensors[f"{prefix}something"] = tensors["model.engram_new"] = raw(torch.ones(2))
+    write_tensors(file, tensors)
+    result = _inspect(capsys, tmp_path / "out", 0)
+    assert result["unplaced"] == [f"{prefix}something", "model.engram_new"]
+    assert len(result["layers"][0]["saved_constants"]) == 3 and result["layers"][0]["shards"] == 3
+    assert "could not place: model.language_model" in capsys.readouterr().out
+
+    wrong = dict(tensors)
+    wrong[f"{prefix}ple_embedding.layer_multipliers"] = raw(torch.tensor([1, 2, 3]))
+    write_tensors(file, wrong)
+    result = _inspect(capsys, tmp_path / "out", 1)
+    assert "layer_multipliers: saved [1] at place 0 of 3" in result["failed"][0]
+    with pytest.raises(ValueError, match="every row would be addressed wrongly"):
+        engram.load_released(Memory(QWEN), file)
+
+    wrong = dict(tensors)
+    wrong[f"{prefix}ple_embedding.ngram_embedding.shard_00.weight"] = raw(torch.ones(4, 6).bfloat16())
+    write_tensors(file, wrong)
+    assert "its rows are there twice" in _inspect(capsys, tmp_path / "out", 1)["failed"][0]
+    wrong.pop(f"{prefix}ple_embedding.ngram_embedding.shard_00.weight")
+    wrong.pop(f"{prefix}ple_embedding.ngram_embedding.shard_1.weight")
+    write_tensors(file, wrong)
+    assert "shard 1 of its rows is missing" in _inspect(capsys, tmp_path / "out", 1)["failed"][0]
+
+
+def test_inspect_of_parts_damage_and_nothing(v41: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    tensors = v41_tensors(ONE, 1, len(IDS))
+    rows = {name: tensors.pop(name) for name in list(tensors) if ".embed." in name}
+    write_index(folder, {"a.safetensors": rows, "b.safetensors": tensors, "c.safetensors": {"x": raw(torch.ones(1))}})
+    (folder / "c.safetensors").unlink()
+    (folder / "config.json").write_text(json.dumps(V41_JSON))
+    result = _inspect(capsys, folder, 1)  # config.json says layers 1 and 3
+    assert result["absent"] == ["c.safetensors"] and result["layers"][0]["agrees"] is True
+    assert result["failed"] == ["config.json names memory in layers [3] (0-based), whose tensors are not there"]
+    (folder / "b.safetensors").unlink()
+    assert "b.safetensors, which is not there" in " ".join(_inspect(capsys, folder, 1)["failed"])
+    with (folder / "a.safetensors").open("r+b") as file:
+        file.truncate(5000)
+    assert "a.safetensors" in _inspect(capsys, folder, 1)["error"]
+    shutil.rmtree(folder)
+    assert "nothing here" in _inspect(capsys, folder, 2)["error"]
+    other = write_tensors(tmp_path / "other.safetensors", {"engram.unknown": raw(torch.ones(1))})
+    result = _inspect(capsys, other, 1)
+    assert result["family"] is None and result["unplaced"] == ["engram.unknown"]
+    both = write_tensors(
+        tmp_path / "both.safetensors", {**rows, "ngram_embeddings.embedders.0.weight": raw(torch.ones(2, 2))}
+    )
+    assert "two layouts: deepseek-v4.1, longcat-flash-lite" in _inspect(capsys, both, 1)["error"]
+    (tmp_path / "config.json").write_text('{"engram_layer_ids": "one"}')
+    assert "layers" in _inspect(capsys, v41, 2)["error"]
+    (tmp_path / "config.json").write_text("{")
+    assert "not valid JSON" in _inspect(capsys, v41, 1)["error"]

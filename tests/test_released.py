@@ -27,6 +27,7 @@ from released_files import (
     write_index,
     write_tensors,
 )
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM, Qwen4ExpTextPLELayer
@@ -104,18 +105,25 @@ def test_qwen_is_what_transformers_computes(tmp_path: Path, spelling: str) -> No
     )
 
 
-def test_logits_of_transformers_model_with_its_ngram_part_replaced(tmp_path: Path) -> None:
+def _their_model() -> Any:
+    """A whole tiny model of theirs, its n-gram part random."""
     config = _their_config(
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=32, moe_intermediate_size=16,
         shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2, linear_num_key_heads=2,
         linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, hc_lowrank=8,
         layer_types=["linear_attention", "linear_attention", "indexed_attention"], indexer_n_heads=2,
         indexer_head_dim=16, indexer_kv_heads=1, indexer_budget=8, indexer_compress_ratio=2, pad_token_id=0,
+        split_ngram_parts=6,
     )  # fmt: skip
-    model: Any = Qwen4ExpForCausalLM(config).eval()
+    model = Qwen4ExpForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.model.layers[1].ple.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def test_logits_of_transformers_model_with_its_ngram_part_replaced(tmp_path: Path) -> None:
+    model = _their_model()
     path = write_tensors(tmp_path / "model.safetensors", _qwen_tensors(model.model.layers[1].ple))
     ids, mask, _ = _with_eos()
     with torch.no_grad():
@@ -138,6 +146,29 @@ def test_logits_of_transformers_model_with_its_ngram_part_replaced(tmp_path: Pat
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found[1][mask.bool()], expected[1][mask.bool()], rtol=1e-5, atol=1e-6)
     assert (changed - expected[0]).abs().max() > 1e-2
+
+
+def test_we_read_what_transformers_saves_and_it_reads_what_we_export(tmp_path: Path) -> None:
+    model, folder = _their_model(), tmp_path / "theirs"
+    model.save_pretrained(folder)
+    cfg = engram.released_config(folder)
+    assert cfg == QWEN
+    memory = Memory(cfg.replace(row_dtype="fp32"))
+    engram.load_released(memory, folder)
+    engram.export_released(memory, "qwen3.8-flash-next", tmp_path / "ours", shards=6)
+    saved = load_file(folder / "model.safetensors")
+    rest = {name: tensor for name, tensor in saved.items() if ".ple." not in name}
+    ours = {
+        name: tensor for file in (tmp_path / "ours").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    assert len(rest) + len(ours) == len(saved)
+    save_file({**rest, **ours}, folder / "model.safetensors", metadata={"format": "pt"})
+    again, about = Qwen4ExpForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(about.values())  # nothing missing, nothing unexpected
+    ids, mask, _ = _with_eos()
+    with torch.no_grad():
+        expected, found = (one(ids, attention_mask=mask, use_cache=False).logits for one in (model, again.eval()))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

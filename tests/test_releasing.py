@@ -68,6 +68,52 @@ def test_rows_are_the_same_in_every_store(
         again.close()
 
 
+@pytest.mark.parametrize(
+    ("scale", "code", "fine"),
+    [(245, 0x7E, True), (246, 0x7E, False), (246, 0x08, True), (255, 0, False), (120, 0x7F, False), (120, 0xFF, False)],
+)
+def test_rows_of_codes_that_no_store_takes(tmp_path: Path, scale: int, code: int, fine: bool) -> None:
+    codes = torch.zeros(len(IDS), 64, dtype=torch.uint8)
+    scales = torch.full((len(IDS), 2), 120, dtype=torch.uint8)
+    codes[200, 40], scales[200, 1] = code, scale
+    rows = {"embed.weight": raw(codes, "F8_E4M3"), "embed.scale": raw(scales, "F8_E8M0")}
+    _changed(tmp_path / "x.safetensors", lambda t: t.update({f"layers.1.engram.{k}": v for k, v in rows.items()}))
+    memory = Memory(ONE, token_map=MAP)
+    if fine:
+        engram.load_released(memory, tmp_path)
+        return
+    with pytest.raises(ValueError, match="row 200 holds NaN, infinity or a magnitude above"):
+        engram.load_released(memory, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("bits", "fine"),
+    [
+        (0x7F00, True),
+        (0x7F01, False),
+        (0xFF00, True),
+        (0xFF01, False),
+        (0x7F80, False),
+        (0x7FC0, False),
+        (0xFF80, False),
+    ],
+)
+def test_bf16_rows_that_no_store_takes(tmp_path: Path, bits: int, fine: bool) -> None:
+    engram.export_released(_qwen_memory(), "qwen3.8-flash-next", tmp_path / "out", shards=3)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    tensors = {name: raw(tensor) for name, tensor in load_file(file).items()}
+    name = "model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_1.weight"
+    dtype, shape, content = tensors[name]
+    tensors[name] = (dtype, shape, content[:-2] + bits.to_bytes(2, "little"))
+    write_tensors(file, tensors)
+    memory = Memory(QWEN)
+    if fine:
+        engram.load_released(memory, tmp_path / "out")
+        return
+    with pytest.raises(ValueError, match=f"row {2 * shape[0] - 1} holds NaN"):
+        engram.load_released(memory, tmp_path / "out")
+
+
 def test_rows_are_replaced_whatever_was_going_on(v41: Path) -> None:
     """A scale of decayed rows, a gradient that waits, a fetch under way: none of it reaches the loaded rows."""
     memory = Memory(ONE.replace(placement="host", row_dtype="fp32"), token_map=MAP)

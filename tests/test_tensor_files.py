@@ -128,7 +128,8 @@ def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path, name: str) -> 
 
 def test_links_of_a_cache_are_followed(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
-    blobs.mkdir(), snapshot.mkdir()
+    blobs.mkdir()
+    snapshot.mkdir()
     write_tensors(blobs / "0123", GOOD)
     (snapshot / "x.safetensors").symlink_to("../blobs/0123")
     (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))

@@ -77,6 +77,10 @@ class Released:
         for name in names:
             if found := self.layout.split(name):
                 by_prefix.setdefault(found[0], {})[name] = found[2]
+        table = next((info for name, info in self.files.tensors.items() if self.layout.split(name)), None)
+        block = self.layout.block_scale and table is not None and table.dtype == "F8_E4M3"
+        row_dtype = "fp8_e4m3" if block else {"F32": "fp32", "BF16": "bf16"}.get(table.dtype if table else "")
+        self.cfg = self.cfg.replace(row_dtype=row_dtype or self.cfg.row_dtype)
         if not self.known:
             self.cfg = self.cfg.replace(**self._measured(next(iter(by_prefix)), names))
         for prefix, shards in by_prefix.items():
@@ -330,9 +334,13 @@ class ReleasedRows:
     def read(self, ids_n: Tensor | Sequence[int]) -> Tensor:
         """Row numbers [n] -> values fp32 [n, W], as the format says: a scale byte of 0 is 2^-127, of 255 NaN.
 
-        Raises IndexError outside the table, RuntimeError naming file and row where one cannot be read.
+        Raises TypeError for numbers that are no integers, IndexError outside the table, RuntimeError naming file and
+        row where one cannot be read.
         """
-        codes, ids = self._open(), np.asarray(ids_n, dtype=np.int64).reshape(-1)
+        given = torch.as_tensor(ids_n if isinstance(ids_n, Tensor) else list(ids_n))
+        if len(given) and (given.is_floating_point() or given.dtype == torch.bool):
+            raise TypeError(f"row_ids: expected integers, got {given.dtype}")
+        codes, ids = self._open(), given.cpu().reshape(-1).numpy().astype(np.int64)
         return self._decode(codes.gather(ids), None if self._scales is None else self._scales.gather(ids))
 
     def values(self, first: int, count: int) -> Tensor:
@@ -423,11 +431,14 @@ def released_config(path: str | Path) -> EngramConfig:
     """The configuration of the memory in released files: config.json's where there is one, else the family's with the
     measures of the files.
 
+    `row_dtype` is the format of the files where it is one of ours, and `init` is "zeros": a table of 100 GB that is
+    filled from the files need not be filled with random numbers before.
+
     Raises ConfigError where no layout is known, and what `Released` raises.
     """
     with Released(path) as released:
         require_layout(released)
-        return released.cfg
+        return released.cfg.replace(init="zeros")
 
 
 def released_rows(path: str | Path, layer: int, row_ids: Tensor | Sequence[int]) -> Tensor:

@@ -65,7 +65,8 @@ def load_released(
     Everything is checked before the memory is touched: raises ConfigError naming the field in which its configuration
     is not that of the files, and ValueError for tensors that are missing or have another dtype or shape, for constants
     that are not ours, and for NaN, infinity or magnitudes above 2^127 (rows "copy": in any row; else such a row raises
-    when it is read). A file that cannot be read to its end raises RuntimeError, and may leave rows half replaced.
+    when it is read). A disk that fails half way raises RuntimeError and leaves rows half replaced; those in a file are
+    the old ones again when it is next opened.
     """
     choice("rows", rows, ("copy", "in place"))
     layers = target.modules_by_layer() if isinstance(target, Memory) else [target]
@@ -83,6 +84,9 @@ def load_released(
         if rows == "copy":
             for source in sources.values():
                 _check_values(source)
+        for module in layers if rows == "copy" else ():
+            if isinstance(module.table.store, DeferredDiskStore):
+                module.table.store.open()  # a file that cannot be made is an error before anything has changed
         if isinstance(target, Memory):
             target.drop_fetches()
         for module in layers:
@@ -240,6 +244,8 @@ def export_released(memory: Memory, family: str, folder: str | Path, *, shards: 
     require(shards >= 1, f"shards: {shards} must be at least 1")
     require(not folder.exists(), f"folder: {folder} is there; name a new one")
     require(folder.parent.is_dir(), f"folder: {folder.parent} is no folder; make it first")
+    if any(tensor.is_meta for tensor in (*memory.parameters(), *memory.buffers())):
+        raise ConfigError("memory: it is on the meta device, and has no numbers to write")
     cfg = cfg.replace(vocab_size=memory.layer(cfg.layers[0]).hash.vocab_size)
     _check_expressible(cfg, layout)
     entries = [entry for module in memory.modules_by_layer() for entry in _entries(module, cfg, layout, shards)]
@@ -406,9 +412,8 @@ def _write_file(path: Path, entries: list[_Entry]) -> None:
                 file.write(piece.contiguous().view(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
-        require(
-            file.tell() == 8 + len(text) + end, f"path: {path}: {file.tell()} bytes were written, {end} are tensors"
-        )
+        if file.tell() != 8 + len(text) + end:
+            raise RuntimeError(f"{path}: {file.tell():,} bytes were written, its header says {8 + len(text) + end:,}")
 
 
 def _write_text(path: Path, text: str) -> None:

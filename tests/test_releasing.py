@@ -172,6 +172,9 @@ def test_empty_look_ups_and_copies_of_rows_in_place(v41: Path) -> None:
     memory.close()
     assert torch.equal(other.layer(1).table.read(IDS).double(), _values(v41))
     other.close()
+    for wrong in ([0.5], [True], torch.tensor([1.0])):
+        with pytest.raises(TypeError, match="row_ids: expected integers"):
+            engram.released_rows(v41, 1, wrong)  # type: ignore[arg-type]
     with pytest.raises(IndexError, match=f"row {len(IDS)} is outside"):
         engram.released_rows(v41, 1, [0, len(IDS)])
     with pytest.raises(ConfigError, match=r"layer: 2 is not in .*; it has \[1\]"):
@@ -246,6 +249,11 @@ def test_what_cannot_be_filled_is_refused(v41: Path, tmp_path: Path) -> None:
         empty = Memory(ONE, token_map=MAP)
     with pytest.raises(ConfigError, match="on the meta device"):
         engram.load_released(empty, v41)
+    with pytest.raises(ConfigError, match="on the meta device, and has no numbers"):
+        engram.export_released(empty, "deepseek-v4.1", tmp_path / "out")
+    nowhere = Memory(ONE.replace(placement="disk", path=str(v41 / "rows")), token_map=MAP)
+    with pytest.raises((ConfigError, NotADirectoryError)):
+        engram.load_released(nowhere, v41)
     with pytest.raises(ConfigError, match="layer: 3 is not in"):
         engram.load_released(Memory(V41, token_map=MAP), v41)
     first = Memory(ONE, token_map=MAP)
@@ -293,7 +301,8 @@ def test_qwen_there_and_back_is_bit_equal(
     assert about["files"] > 3 and len(list((tmp_path / "out").iterdir())) == about["files"] + 2
     assert json.loads((tmp_path / "out" / "config.json").read_text())["split_ngram_parts"] == 7
     cfg = engram.released_config(tmp_path / "out")
-    assert cfg.replace(row_dtype=row_dtype) == memory.cfg
+    assert cfg.row_dtype == {"BF16": "bf16", "F32": "fp32"}[dtype]
+    assert cfg.replace(row_dtype=row_dtype, init="normal") == memory.cfg
     again = Memory(memory.cfg)
     engram.load_released(again, tmp_path / "out")
     _same(again, memory)
@@ -337,7 +346,7 @@ def test_v41_there_and_back_is_bit_equal_after_one_rounding(v41: Path, tmp_path:
                 parameter.copy_(torch.randn_like(parameter))
     memory.layer(1).table.store.update(IDS, torch.randn(len(IDS), 64))
     engram.export_released(memory, "deepseek-v4.1", tmp_path / "one")
-    assert engram.released_config(tmp_path / "one") == ONE
+    assert engram.released_config(tmp_path / "one") == ONE.replace(init="zeros")
     first, second = Memory(ONE, token_map=MAP), Memory(ONE, token_map=MAP)
     engram.load_released(first, tmp_path / "one")
     for name, error in (("value.weight", 0.06), ("key.weight", 0.06), ("key_norm", 0.0), ("query_norm", 0.0)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,20 @@ def test_rows_of_shards_in_several_files(tmp_path: Path, count: int) -> None:
             space.span(300, 2)
         with pytest.raises(ValueError, match="no shards of one table"):
             RowSpace(files, ["s.0", "other"])
+
+
+def test_threads_may_share_the_files(tmp_path: Path) -> None:
+    """Two layers in place read through one queue; without the lock its answers are mixed up."""
+    table = torch.randn(5000, 8)
+    write_tensors(tmp_path / "x.safetensors", {"t": raw(table)})
+    with TensorFiles(tmp_path) as files, ThreadPoolExecutor(4) as pool:
+        space = RowSpace(files, ["t"])
+
+        def right(seed: int) -> bool:
+            ids = np.random.default_rng(seed).integers(0, 5000, 300)
+            return torch.equal(torch.from_numpy(space.gather(ids)).view(torch.float32), table[torch.from_numpy(ids)])
+
+        assert all(pool.map(right, range(40)))
 
 
 def _entry(dtype: str, shape: list[int], first: int, end: int) -> dict[str, object]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -87,6 +88,7 @@ class TensorFiles:
         self.absent: dict[str, str] = {}
         self._fds: dict[Path, int] = {}
         self._transfer: Transfer | None = None
+        self._lock = threading.Lock()  # layers that share the files are read by threads of their own
         self._open()  # descriptors that an error leaves are closed with the object
 
     @property
@@ -236,8 +238,9 @@ class TensorFiles:
         if hasattr(os, "posix_fadvise"):  # read-ahead would fetch hundreds of times what is asked
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         if len(offsets_k) >= INLINE_READS:
-            self._transfer = self._transfer or open_transfer("auto", direct=False)
-            self._transfer.read(fd, offsets_k, lengths_k, buffer, starts_k)
+            with self._lock:
+                self._transfer = self._transfer or open_transfer("auto", direct=False)
+                self._transfer.read(fd, offsets_k, lengths_k, buffer, starts_k)
             return
         for offset, length, start in zip(offsets_k.tolist(), lengths_k.tolist(), starts_k.tolist(), strict=True):
             move_whole(os.preadv, fd, offset, buffer[start : start + length].data)
@@ -253,7 +256,7 @@ class RowSpace:
         self.files, self.infos = files, [files[name] for name in names]
         first = self.infos[0]
         for info in self.infos:
-            if (info.dtype, info.shape[1:]) != (first.dtype, first.shape[1:]):
+            if not info.shape or (info.dtype, info.shape[1:]) != (first.dtype, first.shape[1:]):
                 raise ValueError(
                     f"path: {info.file}: {info.name} is {info.dtype} {list(info.shape)}, {first.name} is {first.dtype} "
                     f"{list(first.shape)}: they are no shards of one table"

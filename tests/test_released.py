@@ -163,7 +163,8 @@ def test_we_read_what_transformers_saves_and_it_reads_what_we_export(tmp_path: P
     }
     assert len(rest) + len(ours) == len(saved)
     save_file({**rest, **ours}, folder / "model.safetensors", metadata={"format": "pt"})
-    again, about = Qwen4ExpForCausalLM.from_pretrained(folder, output_loading_info=True)
+    loaded: Any = Qwen4ExpForCausalLM.from_pretrained(folder, output_loading_info=True)
+    again, about = loaded
     assert not any(about.values())  # nothing missing, nothing unexpected
     ids, mask, _ = _with_eos()
     with torch.no_grad():
@@ -178,6 +179,8 @@ def test_qwen_rows_of_the_releases(tmp_path: Path, dtype: torch.dtype) -> None:
     names = sorted(name for name in tensors if "shard_" in name)
     stored = {name: (back(tensors[name]) * 40).to(dtype) for name in names}
     tensors.update({name: raw(tensor) for name, tensor in stored.items()})
+    norm = (torch.randn(48) * 0.01).bfloat16()
+    tensors[f"{PREFIX}norm_key.weight"] = raw(norm)
     scale = 1.0
     if dtype != torch.bfloat16:
         scale = float(torch.tensor(0.013).bfloat16())
@@ -189,6 +192,7 @@ def test_qwen_rows_of_the_releases(tmp_path: Path, dtype: torch.dtype) -> None:
     ours = Engram(QWEN.replace(row_dtype="fp32" if scale != 1 else "bf16", placement="host"), 1)
     assert engram.load_released(ours, path)["layers"][1]["rows"] == total_rows(QWEN, 1)
     assert torch.equal(ours.table.read(torch.arange(len(rows))), rows)
+    assert ours.key_norm is not None and torch.equal(ours.key_norm.flatten(), 1 + norm.float())
     ours.table.close()
 
 
@@ -225,6 +229,9 @@ def test_v41_is_the_published_formula(tmp_path: Path) -> None:
             gate = torch.sigmoid(torch.copysign(z.abs().clamp_min(1e-6).sqrt(), z))
             expected[:, :, c] = gate.unsqueeze(-1) * value * ~blocked.unsqueeze(-1)
         torch.testing.assert_close(memory(layer, x), expected, rtol=1e-10, atol=1e-12)
+        norms = dict(memory.layer(layer).named_parameters())
+        for ours, name in (("key_norm", "k_weight"), ("query_norm", "q_weight")):  # the gate sees their product alone
+            assert torch.equal(norms[ours], stored[name].double())
 
 
 def test_v41_scale_bytes_0_and_255(tmp_path: Path) -> None:
@@ -298,6 +305,7 @@ def test_the_demo_is_its_own_formula(tmp_path: Path, prefix: str) -> None:
                 conv[:, t] += normed[:, earlier] * w["short_conv.conv.weight"][:, 0, tap]
     expected = torch.cat(gated, dim=-1) + conv * torch.sigmoid(conv)
     torch.testing.assert_close(layer(x, rows).flatten(-2), expected, rtol=1e-10, atol=1e-10)
+    assert layer.key_norm is not None and torch.equal(layer.key_norm[2], w["norm1.2.weight"])
 
 
 def test_longcat_is_the_sum_of_projected_rows(tmp_path: Path) -> None:

@@ -152,7 +152,10 @@ def test_rows_in_place_are_read_and_never_written(v41: Path, tmp_path: Path, pla
     assert memory.stats()[1]["store"] == "released" and memory.stats()[1]["bytes"] == {"released": len(IDS) * 66}
     assert not (tmp_path / "rows").exists()
     table = memory.layer(1).table
-    assert not table.trainable
+    trained = Memory(cfg.replace(row_dtype="bf16"), token_map=MAP)
+    engram.load_released(trained, v41, rows="in place")
+    assert not trained.layer(1).table.trainable
+    trained.close()
     table.write(IDS[:1], torch.zeros(1, 64))
     with pytest.raises(RuntimeError, match="read-only|writing rows"):
         table.flush()

@@ -23,6 +23,8 @@ from engram import families
 from engram.config import EngramConfig
 
 Fields = Mapping[str, Any]
+MOST = 64
+"""Largest n-gram order and number of heads that a config.json may ask for."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,14 @@ class ReleasedLayout:
         return int(match[1]) if match and match.groups() and match[1] is not None else None
 
 
+def _few(fields: Fields, name: str, default: int) -> int:
+    """A field that counts orders or heads. Raises ValueError for one that no release has: hashing would not end."""
+    value = fields.get(name, default)
+    if not isinstance(value, int) or not 1 <= value <= MOST:
+        raise ValueError(f"config.json: {name}: {value!r} must be a whole number of 1..{MOST}")
+    return value
+
+
 def _demo(fields: Fields, cfg: EngramConfig) -> EngramConfig:
     return cfg  # the demo saves no config.json
 
@@ -121,8 +131,8 @@ def _v41(fields: Fields, cfg: EngramConfig) -> EngramConfig:
     return cfg.replace(
         hidden_size=fields.get("hidden_size", cfg.hidden_size),
         layers=tuple(fields.get("engram_layer_ids", cfg.layers)),
-        orders=tuple(range(2, fields.get("engram_max_ngram_size", 4) + 1)),
-        heads=fields.get("engram_n_heads", cfg.heads),
+        orders=tuple(range(2, _few(fields, "engram_max_ngram_size", 4) + 1)),
+        heads=_few(fields, "engram_n_heads", cfg.heads),
         head_dim=fields.get("engram_head_dim", cfg.head_dim),
         rows=fields.get("engram_vocab_size", cfg.rows),
         branches=fields.get("hc_mult", cfg.branches),
@@ -148,8 +158,8 @@ def _v41_fields(cfg: EngramConfig) -> dict[str, Any]:
 
 def _qwen(fields: Fields, cfg: EngramConfig) -> EngramConfig:
     hidden = fields.get("hidden_size", cfg.hidden_size)
-    orders = tuple(range(2, fields.get("ngram_size", 3) + 1))
-    heads = fields.get("heads_per_ngram", cfg.heads)
+    orders = tuple(range(2, _few(fields, "ngram_size", 3) + 1))
+    heads = _few(fields, "heads_per_ngram", cfg.heads)
     eps = fields.get("rms_norm_eps", cfg.gate_eps)
     eos = fields.get("eos_token_id", list(cfg.eos))
     eos = eos[0] if isinstance(eos, list) else eos  # of a list the first alone counts
@@ -197,8 +207,8 @@ def _longcat(fields: Fields, cfg: EngramConfig) -> EngramConfig:
     hidden = fields.get("hidden_size", cfg.hidden_size)
     vocab = fields.get("text_vocab_size", fields.get("vocab_size", cfg.vocab_size))
     ratio = fields.get("ngram_vocab_size_ratio", 78)
-    orders = tuple(range(2, fields.get("emb_neighbor_num", 4) + 1))
-    heads = fields.get("emb_split_num", cfg.heads)
+    orders = tuple(range(2, _few(fields, "emb_neighbor_num", 4) + 1))
+    heads = _few(fields, "emb_split_num", cfg.heads)
     eos = fields.get("eos_token_id", list(cfg.eos))
     if int(ratio * vocab) != ratio * vocab or hidden % (len(orders) * heads):
         raise ValueError(

@@ -16,6 +16,7 @@ from torch import Tensor
 from engram import families
 from engram.compress import TokenMap
 from engram.config import EngramConfig
+from engram.memory import Memory
 
 Stored = tuple[str, list[int], bytes]
 """dtype, shape and bytes of one tensor."""
@@ -122,3 +123,17 @@ V41_JSON = {
     "engram_max_ngram_size": 4, "engram_n_heads": 2, "engram_head_dim": 64, "engram_vocab_size": 101,
     "engram_compressed_vocab_size": 300, "engram_pad_token_id": 2,
 }  # fmt: skip
+
+
+def qwen_memory(**changes: Any) -> Memory:
+    """A Qwen memory with random weights, trained rows, norm weights near 1, near 0 and negative."""
+    memory = Memory(QWEN.replace(**changes))
+    generator = torch.Generator().manual_seed(3)
+    for module in memory.modules_by_layer():
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if name != "table.proxy":
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+        ids = torch.arange(module.table.store.spec.rows)
+        module.table.store.update(ids, torch.randn(len(ids), QWEN.head_dim, generator=generator))
+    return memory

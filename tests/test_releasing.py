@@ -1,10 +1,9 @@
-"""Released weights into memories in every store, the way back, and `engram inspect`; whatever does not fit is named."""
+"""Released weights into memories in every store, and the way back; whatever does not fit is named."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,18 @@ from released_files import (
     V41_JSON,
     Stored,
     back,
+    qwen_memory,
     raw,
     unpacked,
     v41_tensors,
-    write_index,
     write_tensors,
 )
 from safetensors.torch import load_file
 
 import engram
 from engram import releasing
-from engram.cli import main
 from engram.config import ConfigError, EngramConfig
-from engram.hashing import NgramHash, total_rows
+from engram.hashing import total_rows
 from engram.layer import Engram
 from engram.memory import Memory
 
@@ -99,7 +97,7 @@ def test_rows_of_codes_that_no_store_takes(tmp_path: Path, scale: int, code: int
     ],
 )
 def test_bf16_rows_that_no_store_takes(tmp_path: Path, bits: int, fine: bool) -> None:
-    engram.export_released(_qwen_memory(), "qwen3.8-flash-next", tmp_path / "out", shards=3)
+    engram.export_released(qwen_memory(), "qwen3.8-flash-next", tmp_path / "out", shards=3)
     (file,) = (tmp_path / "out").glob("*.safetensors")
     tensors = {name: raw(tensor) for name, tensor in load_file(file).items()}
     name = "model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_1.weight"
@@ -271,20 +269,6 @@ def test_what_cannot_be_filled_is_refused(v41: Path, tmp_path: Path) -> None:
         engram.load_released(first, tmp_path / "other.safetensors")
 
 
-def _qwen_memory(**changes: Any) -> Memory:
-    """A Qwen memory with random weights, trained rows, norm weights near 1, near 0 and negative."""
-    memory = Memory(QWEN.replace(**changes))
-    generator = torch.Generator().manual_seed(3)
-    for module in memory.modules_by_layer():
-        with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                if name != "table.proxy":
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-        ids = torch.arange(module.table.store.spec.rows)
-        module.table.store.update(ids, torch.randn(len(ids), QWEN.head_dim, generator=generator))
-    return memory
-
-
 def _same(one: Memory, other: Memory) -> None:
     first, second = one.state_dict(), other.state_dict()
     assert first.keys() == second.keys() and len(first) > 8
@@ -299,7 +283,7 @@ def test_qwen_there_and_back_is_bit_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_dtype: Any, dtype: str
 ) -> None:
     monkeypatch.setattr(releasing, "FILE_BYTES", 20_000)
-    memory = _qwen_memory(row_dtype=row_dtype, layers=(1, 2))
+    memory = qwen_memory(row_dtype=row_dtype, layers=(1, 2))
     about = engram.export_released(memory, "qwen3.8-flash-next", tmp_path / "out", shards=7)
     assert about["files"] > 3 and len(list((tmp_path / "out").iterdir())) == about["files"] + 2
     assert json.loads((tmp_path / "out" / "config.json").read_text())["split_ngram_parts"] == 7
@@ -321,7 +305,7 @@ def test_qwen_there_and_back_is_bit_equal(
 
 
 def test_rows_that_have_decayed_are_exported_as_their_values(tmp_path: Path) -> None:
-    memory = _qwen_memory(row_dtype="fp32")
+    memory = qwen_memory(row_dtype="fp32")
     table = memory.layer(1).table
     before = table.read(torch.arange(50))
     table.common.scale = 0.75
@@ -330,7 +314,7 @@ def test_rows_that_have_decayed_are_exported_as_their_values(tmp_path: Path) -> 
 
 
 def test_norm_weights_are_stored_in_float64_only_where_that_is_needed(tmp_path: Path) -> None:
-    memory = _qwen_memory()
+    memory = qwen_memory()
     with torch.no_grad():
         for name in ("key_norm", "query_norm"):
             getattr(memory.layer(1), name).copy_(1 + torch.randn(3, 16).bfloat16().float() * 0.1)
@@ -390,7 +374,7 @@ def test_what_a_layout_cannot_say_is_not_exported(tmp_path: Path, cfg: EngramCon
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = _qwen_memory()
+    memory = qwen_memory()
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="is there; name a new one"):
         engram.export_released(memory, "qwen3.8-flash-next", tmp_path / "there")
@@ -402,90 +386,5 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         engram.export_released(memory, "qwen3.8-flash-next", tmp_path / "out")
     monkeypatch.setattr(releasing, "_write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space left"):
-        engram.export_released(_qwen_memory(), "qwen3.8-flash-next", tmp_path / "out")
+        engram.export_released(qwen_memory(), "qwen3.8-flash-next", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
-
-
-def _inspect(capsys: pytest.CaptureFixture[str], path: Path, status: int) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main(["inspect", str(path), "--json"]) == status
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert main(["inspect", str(path)]) == status  # what a person sees is left for the caller to read
-    return result
-
-
-def test_inspect_says_what_is_there(v41: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**V41_JSON, "engram_layer_ids": [1]}))
-    result = _inspect(capsys, v41, 0)
-    assert "family deepseek-v4.1" in capsys.readouterr().out
-    (layer,) = result["layers"]
-    hasher = NgramHash(ONE, 1)
-    assert result["family"] == "deepseek-v4.1" and result["others"] == 1 and not result["unplaced"]
-    assert result["config"] == json.loads(json.dumps(ONE.to_dict()))
-    expected = {"layer": 1, "rows": len(IDS), "width": 64, "row_format": "fp8_e4m3", "row_bytes": 66, "shards": 1}
-    assert expected.items() <= layer.items() and layer["multipliers"] == hasher.multipliers.tolist()
-    assert layer["table_bytes"] == 66 * len(IDS) and layer["agrees"]
-    assert layer["dense"]["wkv.weight"] == {"dtype": "F8_E4M3", "shape": [120, 384]}
-
-
-def test_inspect_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    engram.export_released(_qwen_memory(), "qwen3.8-flash-next", tmp_path / "out", shards=3)
-    (file,) = (tmp_path / "out").glob("*.safetensors")
-    tensors = {name: raw(tensor) for name, tensor in load_file(file).items()}
-    prefix = "model.language_model.layers.1.ple."
-    (tmp_path / "out" / "model.safetensors.index.json").unlink()
-    tensors[f"{prefix}ple_embedding.token_lookup"] = raw(torch.ones(2))
-    tensors[f"{prefix}something"] = tensors["model.engram_new"] = raw(torch.ones(2))
-    write_tensors(file, tensors)
-    result = _inspect(capsys, tmp_path / "out", 0)
-    assert result["unplaced"] == [f"{prefix}something", "model.engram_new"]
-    assert len(result["layers"][0]["saved_constants"]) == 3 and result["layers"][0]["shards"] == 3
-    assert "could not place: model.language_model" in capsys.readouterr().out
-
-    wrong = dict(tensors)
-    wrong[f"{prefix}ple_embedding.layer_multipliers"] = raw(torch.tensor([1, 2, 3]))
-    write_tensors(file, wrong)
-    result = _inspect(capsys, tmp_path / "out", 1)
-    assert "layer_multipliers: saved [1] at place 0 of 3" in result["failed"][0]
-    with pytest.raises(ValueError, match="every row would be addressed wrongly"):
-        engram.load_released(Memory(QWEN), file)
-
-    wrong = dict(tensors)
-    wrong[f"{prefix}ple_embedding.ngram_embedding.shard_00.weight"] = raw(torch.ones(4, 6).bfloat16())
-    write_tensors(file, wrong)
-    assert "its rows are there twice" in _inspect(capsys, tmp_path / "out", 1)["failed"][0]
-    wrong.pop(f"{prefix}ple_embedding.ngram_embedding.shard_00.weight")
-    wrong.pop(f"{prefix}ple_embedding.ngram_embedding.shard_1.weight")
-    write_tensors(file, wrong)
-    assert "shard 1 of its rows is missing" in _inspect(capsys, tmp_path / "out", 1)["failed"][0]
-
-
-def test_inspect_of_parts_damage_and_nothing(v41: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "parts"
-    folder.mkdir()
-    tensors = v41_tensors(ONE, 1, len(IDS))
-    rows = {name: tensors.pop(name) for name in list(tensors) if ".embed." in name}
-    write_index(folder, {"a.safetensors": rows, "b.safetensors": tensors, "c.safetensors": {"x": raw(torch.ones(1))}})
-    (folder / "c.safetensors").unlink()
-    (folder / "config.json").write_text(json.dumps(V41_JSON))
-    result = _inspect(capsys, folder, 1)  # config.json says layers 1 and 3
-    assert result["absent"] == ["c.safetensors"] and result["layers"][0]["agrees"] is True
-    assert result["failed"] == ["config.json names memory in layers [3] (0-based), whose tensors are not there"]
-    (folder / "b.safetensors").unlink()
-    assert "b.safetensors, which is not there" in " ".join(_inspect(capsys, folder, 1)["failed"])
-    with (folder / "a.safetensors").open("r+b") as file:
-        file.truncate(5000)
-    assert "a.safetensors" in _inspect(capsys, folder, 1)["error"]
-    shutil.rmtree(folder)
-    assert "nothing here" in _inspect(capsys, folder, 2)["error"]
-    other = write_tensors(tmp_path / "other.safetensors", {"engram.unknown": raw(torch.ones(1))})
-    result = _inspect(capsys, other, 1)
-    assert result["family"] is None and result["unplaced"] == ["engram.unknown"]
-    both = write_tensors(
-        tmp_path / "both.safetensors", {**rows, "ngram_embeddings.embedders.0.weight": raw(torch.ones(2, 2))}
-    )
-    assert "two layouts: deepseek-v4.1, longcat-flash-lite" in _inspect(capsys, both, 1)["error"]
-    (tmp_path / "config.json").write_text('{"engram_layer_ids": "one"}')
-    assert "layers" in _inspect(capsys, v41, 2)["error"]
-    (tmp_path / "config.json").write_text("{")
-    assert "not valid JSON" in _inspect(capsys, v41, 1)["error"]

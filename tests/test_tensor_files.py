@@ -42,6 +42,7 @@ def test_rows_of_shards_in_several_files(tmp_path: Path, count: int) -> None:
     table = torch.randn(301, 3)
     cuts = table.split([100, 1, 90, 110])
     first = {"s.0": raw(cuts[0]), "other": raw(torch.zeros(7, dtype=torch.uint8)), "s.2": raw(cuts[2])}
+    first |= {"scalar": raw(torch.tensor(1.0)), "wide": ("F32", [2**70, 0], b"")}
     write_index(tmp_path, {"one.safetensors": first, "two.safetensors": {"s.1": raw(cuts[1]), "s.3": raw(cuts[3])}})
     with TensorFiles(tmp_path) as files:
         space = RowSpace(files, [f"s.{i}" for i in range(4)])
@@ -59,6 +60,10 @@ def test_rows_of_shards_in_several_files(tmp_path: Path, count: int) -> None:
                 space.gather(np.array([5, wrong]))
         with pytest.raises(IndexError, match="rows 300..302"):
             space.span(300, 2)
+        with pytest.raises(ValueError, match="no table of rows"):
+            RowSpace(files, ["scalar"])
+        with pytest.raises(ValueError, match="no table of rows"):
+            RowSpace(files, ["wide"])
         with pytest.raises(ValueError, match="no shards of one table"):
             RowSpace(files, ["s.0", "other"])
 

@@ -249,14 +249,16 @@ class TensorFiles:
 class RowSpace:
     """Tensors one after another as one table of rows [count, row_bytes]: a table that was saved in shards.
 
-    Raises ValueError when the tensors do not have rows of the same dtype and shape.
+    Raises ValueError when the tensors do not have rows, of the same dtype and shape.
     """
 
     def __init__(self, files: TensorFiles, names: Sequence[str]) -> None:
         self.files, self.infos = files, [files[name] for name in names]
         first = self.infos[0]
         for info in self.infos:
-            if not info.shape or (info.dtype, info.shape[1:]) != (first.dtype, first.shape[1:]):
+            if not info.shape or (info.shape[0] and not info.row_bytes):
+                raise ValueError(f"path: {info.file}: {info.name} has shape {list(info.shape)}: no table of rows")
+            if (info.dtype, info.shape[1:]) != (first.dtype, first.shape[1:]):
                 raise ValueError(
                     f"path: {info.file}: {info.name} is {info.dtype} {list(info.shape)}, {first.name} is {first.dtype} "
                     f"{list(first.shape)}: they are no shards of one table"

@@ -24,6 +24,10 @@ _NAMES = {
     "from_pretrained": "engram.checkpoint:from_pretrained",
     "families": "engram.families",
     "optim": "engram.optim",
+    "released_config": "engram.released:released_config",
+    "released_rows": "engram.released:released_rows",
+    "load_released": "engram.releasing:load_released",
+    "export_released": "engram.releasing:export_released",
 }
 """Public name -> "module" or "module:attribute". The values are strings so that nothing is imported here."""
 

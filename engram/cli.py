@@ -34,6 +34,7 @@ TARGETS = {
     "report": "engram.train.quickstart:rebuild_report",
     "rows": "engram.inspecting:rows_of",
     "verify": "engram.inspecting:verify_families",
+    "inspect": "engram.inspecting:inspect_files",
     "info": "engram.info:machine",
     "bench": "engram.eval.bench:run",
     "overlap": "engram.eval.overlap:run_config",
@@ -48,6 +49,7 @@ PARTS = {"bench": {"kernels": "engram.kernels.bench", "compiler": "engram.kernel
 VIEWS = {
     "rows": "engram.inspecting:print_rows",
     "verify": "engram.inspecting:print_verdicts",
+    "inspect": "engram.inspecting:print_files",
     "info": "engram.info:print_machine",
     "bench": "engram.eval.bench:show",
     "overlap": "engram.eval.overlap:show",
@@ -229,6 +231,16 @@ def _rows(
 def _verify(as_json: Json = False, debug: Debug = False) -> None:
     """Check the golden rows of every released family."""
     _run("verify", as_json, debug, failed=lambda result: not all(v["ok"] for v in result["families"].values()))
+
+
+@app.command("inspect")
+def _inspect(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A safetensors file, or a folder of them.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """What is in released files: family, layers, rows, widths, constants, and what could not be placed."""
+    _run("inspect", as_json, debug, path=path)
 
 
 @app.command("info")

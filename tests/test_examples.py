@@ -9,6 +9,10 @@ import pytest
 
 EXPECTED = {
     "attach_and_finetune.py": ["the fresh copy computes the same: True", "trainable:"],
+    "read_released.py": [
+        "qwen3.8-flash-next: block 1, 40,320 rows of 8 values, bf16",
+        "exported, and read back bit for bit\n",
+    ],
     "generate.py": ["drafts of another model give the greedy text: True", "largest difference"],
 }
 

@@ -142,7 +142,7 @@ class Fp8Rows(RowFormat):
         rows = len(values_UW)
         padded_UW = functional.pad(values_UW, (0, self.blocks * BLOCK - self.width))
         values_UKb = padded_UW.view(rows, self.blocks, BLOCK)
-        power_UK = _fp8_power(values_UKb.abs().amax(dim=-1))
+        power_UK = fp8_power(values_UKb.abs().amax(dim=-1))
         scaled_UKb = values_UKb * power_of_two(127 - power_UK).unsqueeze(-1)
         codes_UKb = scaled_UKb.to(torch.float8_e4m3fn).view(torch.uint8)
         empty_UK = ((codes_UKb & 127) == 0).all(dim=-1)
@@ -267,7 +267,7 @@ def _refuse(name: str, values_UW: Tensor, largest: float, ids_U: Tensor | None) 
     )
 
 
-def _fp8_power(largest: Tensor) -> Tensor:
+def fp8_power(largest: Tensor) -> Tensor:
     """Largest magnitudes fp32 -> smallest k >= -126, int32, so that they round to at most 448 * 2^k in E4M3."""
     bits = largest.contiguous().view(torch.int32)
     rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20  # exponent and three bits of the significand, nearest even

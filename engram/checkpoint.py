@@ -44,8 +44,8 @@ from engram.stores import DeferredDiskStore
 from engram.stores.device import unfilled
 from engram.stores.formats import get_format
 from engram.stores.journal import find_journals
+from engram.stores.tensors import DTYPES, TensorFiles
 from engram.strict import from_dict, require
-from engram.tensorfiles import TensorEntry, read_header, read_pieces, read_tensor
 
 log = logging.getLogger("engram")
 MAX_INDEX = 64 << 20
@@ -57,13 +57,12 @@ MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 @dataclass(frozen=True)
 class Saved:
-    """A checked folder: its index, its token map, its dense tensors, and where the rows of each shard are."""
+    """A checked folder: its index, its token map and its dense tensors. Rows are still to be read."""
 
     folder: Path
     index: Index
     token_map: TokenMap | None
     dense: dict[str, Tensor]
-    rows: dict[str, TensorEntry]
 
 
 class Pretrained(NamedTuple):
@@ -188,11 +187,12 @@ def read_saved(name: str | Path, revision: str | None = None) -> Saved:
     if index.token_map is not None:
         token_map = TokenMap.load(_file(folder, index.token_map.file, index.token_map.bytes), index.token_map_sha256)
     path = _file(folder, index.dense.file, index.dense.bytes)
-    dense = {name: read_tensor(path, entry) for name, entry in read_header(path).tensors.items()}
-    rows = {
-        shard.file: _check_shard(folder, index.config, table, shard) for table in index.tables for shard in table.shards
-    }
-    return Saved(folder, index, token_map, dense, rows)
+    with _tensors(path) as file:
+        dense = {name: file.read(name) for name in file.tensors}
+    for table in index.tables:
+        for shard in table.shards:
+            _check_shard(folder, index.config, table, shard)
+    return Saved(folder, index, token_map, dense)
 
 
 def _read_index(folder: Path) -> Index:
@@ -263,20 +263,25 @@ def _file(folder: Path, name: str, size: int) -> Path:
     return path
 
 
-def _check_shard(folder: Path, cfg: EngramConfig, table: TableEntry, shard: ShardEntry) -> TensorEntry:
-    """Where a shard's rows are in its file. Raises ConfigError when it holds anything else."""
+def _tensors(path: Path) -> TensorFiles:
+    """An open file. Raises ConfigError for a damaged one."""
+    try:
+        return TensorFiles(path)
+    except ValueError as error:
+        raise ConfigError(f"{error}; use another copy of the memory") from error
+
+
+def _check_shard(folder: Path, cfg: EngramConfig, table: TableEntry, shard: ShardEntry) -> None:
+    """Raise ConfigError when a shard's file holds anything but its rows."""
     path = _file(folder, shard.file, shard.bytes)
-    header = read_header(path)
+    with _tensors(path) as file:
+        found = {name: (DTYPES.get(info.dtype), info.shape) for name, info in file.tensors.items()}
+        said = file.metadata[path].get("engram_shard")
     dtype, length = stored_as(get_format(cfg.row_dtype, cfg.head_dim))
-    found = {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()}
     wanted = {"rows": (dtype, (shard.rows, length))}
     require(found == wanted, f"{path}: holds {found}, wanted is {wanted}")
     about = shard_metadata(table.layer, shard.first, cfg.row_dtype, table.identity)["engram_shard"]
-    require(
-        header.metadata.get("engram_shard") == about,
-        f"{path}: says {header.metadata.get('engram_shard')}, the index {about}: the file belongs elsewhere",
-    )
-    return header.tensors["rows"]
+    require(said == about, f"{path}: says {said}, the index {about}: the file belongs elsewhere")
 
 
 def _placed(cfg: EngramConfig, placement: str | None, path: str | Path | None) -> EngramConfig:
@@ -348,7 +353,8 @@ def _fill(memory: Memory, saved: Saved) -> None:
         ours = memory.layer(table.layer).table
         ours.flush()
         for shard in table.shards:
-            for first, bytes_nB in read_pieces(saved.folder / shard.file, saved.rows[shard.file]):
-                ours.store.write_range(shard.first + first, bytes_nB)
+            with _tensors(saved.folder / shard.file) as file:
+                for first, bytes_nB in file.pieces("rows"):
+                    ours.store.write_range(shard.first + first, bytes_nB)
         ours.renew(table.scale)
     log.info("memory loaded from %s", saved.folder)

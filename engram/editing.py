@@ -31,8 +31,8 @@ from engram.lookup import Batch, addresses, column_rows, count_ngrams, encode, f
 from engram.memory import Memory
 from engram.saving import replace_text
 from engram.stores.formats import get_format
+from engram.stores.tensors import Stream, write_tensors
 from engram.strict import to_dict
-from engram.tensorfiles import Stream, write_tensors
 
 MOST = 20
 """Other n-grams that are listed for a row, the commonest first."""

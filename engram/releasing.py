@@ -34,7 +34,7 @@ from engram.released_layouts import LAYOUTS, ReleasedLayout, Weight
 from engram.stores import DeferredDiskStore, DeviceStore, Store
 from engram.stores.formats import LARGEST, fp8_power, get_format
 from engram.stores.rowfile import sync_folder
-from engram.stores.tensors import DTYPES, INDEX
+from engram.stores.tensors import DTYPES, INDEX, Stream, write_tensors
 from engram.strict import choice, require
 from engram.table import Table
 
@@ -256,7 +256,8 @@ def export_released(memory: Memory, family: str, folder: str | Path, *, shards: 
         index: dict[str, str] = {}
         for number, group in enumerate(groups, 1):
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            _write_file(aside / name, group)
+            streams = {one.name: Stream(DTYPES[one.dtype], one.shape, one.pieces()) for one in group}
+            write_tensors(aside / name, streams, {"format": "pt"})
             index.update({entry.name: name for entry in group})
         total = sum(entry.size for entry in entries)
         about = {"metadata": {"total_size": total}, "weight_map": index}
@@ -393,27 +394,6 @@ def _groups(entries: list[_Entry]) -> list[list[_Entry]]:
             groups.append([])
         groups[-1].append(entry)
     return groups
-
-
-def _write_file(path: Path, entries: list[_Entry]) -> None:
-    """One safetensors file, written from front to back."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    entries = sorted(entries, key=lambda entry: -DTYPES[entry.dtype].itemsize)  # each begins on a multiple of its size
-    for entry in entries:
-        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.size]}
-        end += entry.size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)  # as the format's own library aligns them
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry in entries:
-            for piece in entry.pieces():
-                file.write(piece.contiguous().view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-        if file.tell() != 8 + len(text) + end:
-            raise RuntimeError(f"{path}: {file.tell():,} bytes were written, its header says {8 + len(text) + end:,}")
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -36,9 +36,9 @@ from engram.modelcard import CardFacts, card_text, may_write, size_text
 from engram.stores.device import PLAIN_DTYPES
 from engram.stores.formats import RowFormat, get_format
 from engram.stores.rowfile import sync_folder
+from engram.stores.tensors import READ_BYTES, Stream, TensorFiles, write_tensors
 from engram.strict import to_dict
 from engram.table import Table
-from engram.tensorfiles import PIECE_BYTES, Stream, read_header, write_tensors
 
 log = logging.getLogger("engram")
 FORMAT = 1
@@ -241,8 +241,9 @@ def _named_before(index: Path) -> set[str]:
 def _has_our_mark(path: Path) -> bool:
     """Whether a save has written this file."""
     try:
-        return not {"engram_shard", "engram_memory", "engram_token_map"}.isdisjoint(read_header(path).metadata)
-    except ConfigError:
+        with TensorFiles(path) as file:
+            return not {"engram_shard", "engram_memory", "engram_token_map"}.isdisjoint(file.metadata[path])
+    except ValueError:  # no safetensors file, or a damaged one
         return False
 
 
@@ -293,7 +294,7 @@ def _write_table(table: Table, transaction: _Transaction, limit: int) -> TableEn
     for number, first in enumerate(range(0, spec.rows, a_shard), start=1):
         stop = min(first + a_shard, spec.rows)
         name, aside = transaction.place(f"rows-layer-{table.layer}-{number:05d}-of-{count:05d}.safetensors")
-        pieces = _pieces(table, first, stop, max(1, PIECE_BYTES // rows.row_bytes))
+        pieces = _pieces(table, first, stop, max(1, READ_BYTES // rows.row_bytes))
         about = shard_metadata(table.layer, first, rows.name, table.identity)
         size = write_tensors(aside, {"rows": Stream(dtype, (stop - first, length), pieces)}, about)
         shards.append(ShardEntry(name, size, first, stop - first))

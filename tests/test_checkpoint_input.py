@@ -23,7 +23,8 @@ import engram.optim
 from engram import checkpoint, saving
 from engram.checkpoint import fill, load
 from engram.config import ConfigError
-from engram.tensorfiles import read_pieces
+from engram.saving import size_in_bytes
+from engram.stores.tensors import TensorFiles
 
 
 @pytest.fixture
@@ -85,11 +86,13 @@ def test_a_failed_load_leaves_model_and_folder_as_they_were(
 ) -> None:
     model, path = tiny_model("llama"), tmp_path / "rows"
 
+    pieces = TensorFiles.pieces
+
     def broken(*args: Any) -> Any:
-        yield from list(read_pieces(*args))[:1]
+        yield from list(pieces(*args))[:1]
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(checkpoint, "read_pieces", broken)
+    monkeypatch.setattr(TensorFiles, "pieces", broken)
     with pytest.raises(OSError, match="Input/output"):
         load(model, saved, placement="disk", path=path)
     assert not hasattr(model, "engram") and "save_pretrained" not in model.__dict__ and not list(path.iterdir())
@@ -346,3 +349,10 @@ def test_a_memory_alone_needs_to_know_its_base(saved: Path, tiny_model: TinyMode
     assert isinstance(both.model, transformers.LlamaForCausalLM) and both.handle.memory.token_map is not None
     edit_index(saved, _set("base_model", str(tmp_path / "base")))
     assert isinstance(engram.from_pretrained(saved).model, transformers.LlamaForCausalLM)
+
+
+def test_sizes_as_people_write_them() -> None:
+    assert [size_in_bytes(text) for text in (7, "5GB", "200 mb", "1.5KiB")] == [7, 5 * 10**9, 2 * 10**8, 1536]
+    for text in ("5", "GB", "5XB", 0, -1, True, 1.5):
+        with pytest.raises(ConfigError, match="max_shard_size"):
+            size_in_bytes(text)  # type: ignore[arg-type]

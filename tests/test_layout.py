@@ -26,7 +26,6 @@ MADE_HERE = {"runs", "build", "dist"}
 
 ENGRAM_ORDER = (
     "strict",
-    "tensorfiles",
     "config",
     "families",
     "compress",

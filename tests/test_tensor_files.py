@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 from released_files import raw, write_index, write_tensors
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from engram.stores import tensors
 from engram.stores.reading import ThreadPool
-from engram.stores.tensors import INLINE_READS, RowSpace, TensorFiles
+from engram.stores.tensors import INLINE_READS, RowSpace, Stream, TensorFiles
+from engram.stores.tensors import write_tensors as write_streams
 from engram.strict import ConfigError
 
 GOOD = {"a": raw(torch.arange(12.0).view(4, 3)), "b": raw(torch.arange(5))}
@@ -224,3 +226,26 @@ def test_unknown_dtypes_are_listed_and_not_read(tmp_path: Path) -> None:
         assert files["a"].dtype == "F3" and files["b"].shape == (4,)
         with pytest.raises(ValueError, match="a has dtype F3"):
             files.read("a")
+
+
+def test_streams_are_what_safetensors_writes_and_reads(tmp_path: Path) -> None:
+    held = {"b": torch.randn(5, 3), "a": torch.arange(7), "none": torch.empty(0, 4), "one": torch.tensor(2.5)}
+    held |= {"h": torch.randn(3).bfloat16(), "u": torch.arange(3, dtype=torch.uint8), "t": torch.randn(4, 3).T}
+    size = write_streams(tmp_path / "f", {name: Stream.of(tensor) for name, tensor in held.items()}, {"x": "y"})
+    back = load_file(tmp_path / "f")
+    assert size == (tmp_path / "f").stat().st_size and back.keys() == held.keys()
+    assert all(torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in held.items())
+    with safe_open(tmp_path / "f", "pt") as file:
+        assert file.metadata() == {"x": "y"}
+    with TensorFiles(tmp_path / "f") as ours:
+        assert torch.equal(ours.read("t"), held["t"]) and ours.metadata[tmp_path / "f"] == {"x": "y"}
+        pieces = list(ours.pieces("b", 24))
+        assert list(ours.pieces("none")) == []
+    assert [first for first, _ in pieces] == [0, 2, 4]
+    assert torch.equal(torch.cat([piece for _, piece in pieces]).view(torch.float32), held["b"])
+    with pytest.raises(FileExistsError):
+        write_streams(tmp_path / "f", {}, {})
+    for pieces_of in ([torch.ones(2)], [torch.ones(2), torch.ones(2)]):
+        with pytest.raises(ValueError, match="bytes"):
+            write_streams(tmp_path / "g", {"x": Stream(torch.float32, (3,), pieces_of)}, {})
+        assert not (tmp_path / "g").exists()

@@ -1,12 +1,13 @@
-"""Tensors of safetensors files, found by an own header reader and read in pieces, read-only.
+"""Tensors of safetensors files: found by an own header reader and read in pieces; written in pieces.
 
     with TensorFiles("folder") as files:                       # or one file, or a model.safetensors.index.json
         files["model.norm.weight"].shape
         weight = files.read("model.norm.weight")               # a small tensor, whole
         bytes_nb = RowSpace(files, ["embed.weight"]).gather(ids_n)   # some rows of one that does not fit into memory
+    write_tensors(path, {"rows": Stream(torch.bfloat16, (R, W), pieces)}, {"format": "pt"})
 
 Nothing is mapped: the readers of torch and safetensors want the address space of a whole file, and a table may have
-100 GB. Everything a header says is checked before a byte behind it is used.
+100 GB; their writer wants every tensor in memory. Everything a header says is checked before a byte behind it is used.
 
     8 bytes          header length N, little-endian
     N bytes          JSON: name -> {"dtype", "shape", "data_offsets": [first, end]}, counted from byte 8 + N
@@ -21,7 +22,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -48,9 +49,12 @@ BITS = {
 DTYPES = {
     "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F32": torch.float32, "F64": torch.float64,
+    "F32": torch.float32, "F64": torch.float64, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
 }  # fmt: skip
-"""Dtypes that are read."""
+"""Dtypes that are read and written."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+READ_BYTES = 8 << 20
+"""Bytes that are handed on at a time: a thousandth of a large table, and enough for the speed of a disk."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class TensorFiles:
     """The tensors of one safetensors file, of a folder with an index, or of a folder of such files without one.
 
     tensors  name -> TensorInfo, of all files that are there.
+    metadata of each file.
     absent   name -> file that the index names for it, for files that are not there: asking for such a tensor raises,
              so that a folder may hold a part of a model.
 
@@ -85,6 +90,7 @@ class TensorFiles:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.tensors: dict[str, TensorInfo] = {}
+        self.metadata: dict[Path, dict[str, str]] = {}
         self.absent: dict[str, str] = {}
         self._fds: dict[Path, int] = {}
         self._transfer: Transfer | None = None
@@ -135,6 +141,15 @@ class TensorFiles:
         if first < 0 or count < 0 or first + count > info.shape[0]:
             raise IndexError(f"{info.file}: {name} has {info.shape[0]:,} rows, asked are {first:,}..{first + count:,}")
         return self._bytes(info, info.start + first * info.row_bytes, count * info.row_bytes).reshape(count, -1)
+
+    def pieces(self, name: str, piece_bytes: int = READ_BYTES) -> Iterator[tuple[int, Tensor]]:
+        """All of a tensor -> (first entry, the next entries of the first dimension as bytes uint8 [n, b])."""
+        info = self[name]
+        if not info.size:
+            return
+        step = max(1, piece_bytes // info.row_bytes)
+        for first in range(0, info.shape[0], step):
+            yield first, torch.from_numpy(self.span(name, first, min(step, info.shape[0] - first)))
 
     def close(self) -> None:
         """Let go of files and threads."""
@@ -207,7 +222,7 @@ class TensorFiles:
             fd = self._fds[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(f"path: {file}: {error.strerror or error}") from error
-        found = read_header(fd, file)
+        found, self.metadata[file] = read_header(fd, file)
         lost = sorted((wanted or set()) - set(found))
         if lost:
             raise ValueError(f"path: {file}: the index says that it holds {lost[0]} ({len(lost)} such); it does not")
@@ -313,8 +328,8 @@ class RowSpace:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty((0, self.row_bytes), np.uint8), *pieces])
 
 
-def read_header(fd: int, file: Path) -> dict[str, TensorInfo]:
-    """Descriptor of a safetensors file -> its tensors. Nothing behind the header is read.
+def read_header(fd: int, file: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Descriptor of a safetensors file -> its tensors and its metadata. Nothing behind the header is read.
 
     Raises ValueError naming the file: a header that is larger than the file or no JSON, a shape or dtype that does not
     give the bytes between its offsets, tensors that overlap or leave gaps, a file shorter or longer than its tensors.
@@ -332,7 +347,9 @@ def read_header(fd: int, file: Path) -> dict[str, TensorInfo]:
             raise ValueError("it is no mapping")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"path: {file}: the header is damaged: {error}") from error
-    entries.pop("__metadata__", None)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise ValueError(f"path: {file}: the header is damaged: its metadata are no mapping")
     data = size - 8 - length
     found = {name: _entry(file, name, entry, 8 + length, data) for name, entry in entries.items()}
     end, before = 0, "the header"
@@ -347,7 +364,7 @@ def read_header(fd: int, file: Path) -> dict[str, TensorInfo]:
             f"path: {file}: {size:,} bytes, its header says {8 + length + end:,}: the file is not as it was written; "
             f"use another copy"
         )
-    return found
+    return found, {str(key): str(value) for key, value in metadata.items()}
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -376,3 +393,72 @@ def _entry(file: Path, name: str, entry: Any, start: int, data: int) -> TensorIn
     if dtype in BITS and prod(shape) * BITS[dtype] != 8 * (end - first):
         raise ValueError(f"path: {file}: {name} has {end - first:,} bytes, {dtype} {shape} needs another number")
     return TensorInfo(name, file, dtype, tuple(shape), start + first, end - first)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A tensor to be written: `pieces` are tensors of any shape whose bytes, one after another, are the tensor's."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Iterable[Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stream:
+        """A tensor that is in memory as a whole."""
+        return cls(tensor.dtype, tuple(tensor.shape), (tensor,))
+
+
+def write_tensors(path: str | Path, streams: Mapping[str, Stream], metadata: Mapping[str, str]) -> int:
+    """Write a new safetensors file, a piece at a time, and sync it -> its size in bytes.
+
+    Pieces of zeros become holes where the file system has them. Raises FileExistsError when `path` exists, OSError when
+    it cannot be written, ValueError for pieces that are not the tensor's bytes; no file is left then.
+    """
+    ordered = sorted(streams.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # keeps all of them aligned
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, stream in ordered:
+        entries[name] = {
+            "dtype": NAMES[stream.dtype],
+            "shape": list(stream.shape),
+            "data_offsets": [at, at + stream.size],
+        }
+        at += stream.size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    head = len(text).to_bytes(8, "little") + text
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        os.ftruncate(fd, len(head) + at)
+        _write_at(fd, memoryview(head), 0)
+        place = len(head)
+        for name, stream in ordered:
+            end = place + stream.size
+            for piece in stream.pieces:
+                flat = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                if place + len(flat) > end:
+                    raise ValueError(f"{name}: more bytes than the {stream.size:,} of shape {list(stream.shape)}")
+                if bool(flat.any()):
+                    _write_at(fd, flat.numpy().data, place)
+                place += len(flat)
+            if place != end:
+                raise ValueError(f"{name}: {stream.size - (end - place):,} bytes, {stream.size:,} are its shape's")
+        os.fsync(fd)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+    return len(head) + at
+
+
+def _write_at(fd: int, view: memoryview, place: int) -> None:
+    while view:
+        written = os.pwrite(fd, view, place)
+        view, place = view[written:], place + written

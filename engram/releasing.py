@@ -298,11 +298,10 @@ def _entries(module: Engram, cfg: EngramConfig, layout: ReleasedLayout, shards: 
     prefix = f"layers.{module.layer}.engram." if one_table else f"model.language_model.layers.{module.layer}.ple."
     rows, width = module.table.store.spec.rows, cfg.head_dim
     if one_table:
-        codec = get_format("fp8_e4m3", width)
-        blocks = codec.row_bytes - width
+        blocks = get_format("fp8_e4m3", width).row_bytes - width
 
         def part(begin: int, end: int) -> Callable[[], Iterator[Tensor]]:
-            return lambda: (codec.encode(values)[:, begin:end] for values in _values(module.table, 0, rows))
+            return lambda: (bytes_nb[:, begin:end] for bytes_nb in _fp8_rows(module.table))
 
         yield _Entry(f"{prefix}embed.weight", "F8_E4M3", (rows, width), part(0, width))
         yield _Entry(f"{prefix}embed.scale", "F8_E8M0", (rows, blocks), part(width, width + blocks))
@@ -328,6 +327,19 @@ def _values(table: Table, first: int, count: int) -> Iterator[Tensor]:
     for begin, size in _pieces(count, table.cfg.head_dim):
         ids = torch.arange(first + begin, first + begin + size, device=table.store.device)
         yield table.read(ids).detach().cpu()
+
+
+def _fp8_rows(table: Table) -> Iterator[Tensor]:
+    """All rows as fp8 bytes uint8 [n, b], in pieces, on the CPU: as they are where they are stored so, else encoded."""
+    store, codec = table.store, get_format("fp8_e4m3", table.cfg.head_dim)
+    as_they_are = table.cfg.row_dtype == "fp8_e4m3" and table.scale == 1
+    for first, count in _pieces(store.spec.rows, table.cfg.head_dim):
+        if isinstance(store, ReleasedRows) and store.format == "fp8_e4m3":
+            yield store.stored(first, count)
+        elif isinstance(store, DeviceStore) and as_they_are:
+            yield store.rows[first : first + count].cpu()
+        else:
+            yield from (codec.encode(values) for values in _values(table, first, count))
 
 
 def _converted(table: Table, first: int, count: int, dtype: torch.dtype) -> Callable[[], Iterator[Tensor]]:

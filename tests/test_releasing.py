@@ -355,6 +355,23 @@ def test_v41_there_and_back_is_bit_equal_after_one_rounding(v41: Path, tmp_path:
     assert exported["layers.1.engram.embed.scale"].dtype == torch.float8_e8m0fnu
 
 
+@pytest.mark.parametrize("rows", ["copy", "in place"])
+def test_released_fp8_rows_are_exported_as_they_were(v41: Path, tmp_path: Path, rows: Any) -> None:
+    """The scales of a release may be larger than we would choose: rows keep their bytes, weights their values."""
+    memory = Memory(ONE, token_map=MAP)
+    engram.load_released(memory, v41, rows=rows)
+    engram.export_released(memory, "deepseek-v4.1", tmp_path / "out")
+    released, exported = load_file(v41), load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    for name in ("embed.weight", "embed.scale"):
+        one, other = released[f"model.layers.1.engram.{name}"], exported[f"layers.1.engram.{name}"]
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    again = Memory(ONE, token_map=MAP)
+    engram.load_released(again, tmp_path / "out")
+    for (name, weight), other in zip(memory.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    memory.close()
+
+
 @pytest.mark.parametrize(
     ("cfg", "family", "said"),
     [

@@ -335,6 +335,22 @@ def test_ids_outside_the_vocabulary_stay_what_they_are_in_the_history(build: Any
                 assert torch.equal(step.rows_BTC[layer], judge[:, start : start + 1])
 
 
+def test_rows_prefetched_for_a_text_that_begins_are_not_those_of_one_that_goes_on(build: Any) -> None:
+    _, handle = build("llama", placement="host")
+    memory, ids, layer = handle.memory, _ids(1, 6), CFG.layers[0]
+    whole = memory.layer(layer).hash.rows(ids)
+    state = memory.new_state()
+    memory.start(ids[:, :4], state=state)
+    for each in CFG.layers:
+        memory(each, torch.zeros(1, 4, 32))
+    memory.prefetch(ids[:, 4:])  # as the first tokens of another text
+    step = memory.start(ids[:, 4:], state=state)
+    assert torch.equal(step.rows_BTC[layer], whole[:, 4:]) and len(memory.ahead()) == 1
+    begun = memory.start(ids[:, 4:])
+    assert torch.equal(begun.rows_BTC[layer], memory.layer(layer).hash.rows(ids[:, 4:])) and not memory.ahead()
+    assert not torch.equal(begun.rows_BTC[layer], whole[:, 4:])
+
+
 def test_caches_that_do_not_belong_together_are_refused(build: Any, tiny_model: TinyModel) -> None:
     model, handle = build("llama")
     other, _ = build("llama", seed=3)

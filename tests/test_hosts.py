@@ -74,6 +74,27 @@ def _dense(handle: engram.Handle) -> list[Tensor]:
     return [p for p in handle.memory.parameters() if not isinstance(p, RowProxy)]
 
 
+def test_a_silent_start_survives_initial_values_drawn_anew(tiny_model: TinyModel) -> None:
+    from engram.backbone import reseed
+
+    model, ids = tiny_model("llama"), _ids()
+    reseed(model, 3)
+    with torch.no_grad():
+        base = model(ids, use_cache=False).logits
+        engram.attach(model, CFG.replace(init="normal"))
+        reseed(model, 3)
+        assert torch.equal(model(ids, use_cache=False).logits, base)
+
+
+def test_rows_of_another_model_stay_frozen_until_they_are_asked_for(tiny_model: TinyModel) -> None:
+    first = engram.attach(tiny_model("llama"), CFG, trainable="memory")
+    second = engram.attach(tiny_model("llama", seed=1), CFG, rows_of=first, trainable="memory")
+    tables = [handle.memory.layer(0).table for handle in (first, second)]
+    assert [table.trainable for table in tables] == [True, False]
+    second.set_trainable("all")
+    assert not tables[1].trainable and second.trainable_parameters()["rows"] == 0
+
+
 def test_what_changes_the_model_from_the_beginning_is_said(
     tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,6 +211,8 @@ def test_recomputed_activations_give_the_same_gradients(kind: str, reentrant: bo
             model.enable_input_require_grads()
         torch.manual_seed(1)  # dropout
         model(_ids(), labels=_ids()).loss.backward()  # the cache is left to the host
+        step = handle.memory._step
+        assert step is not None and (step.state is None) == recomputed, "a host that recomputes makes no cache"
         rows = [m.table.proxy.grad for m in handle.memory.modules_by_layer()]
         found.append([p.grad for p in model.parameters() if p.grad is not None and p.numel()] + rows)
     assert len(found[0]) == len(found[1])

@@ -43,7 +43,10 @@ def _model(cfg: EngramConfig, dtype: torch.dtype = torch.float32) -> tuple[nn.Mo
     torch.manual_seed(0)
     backbone = BackboneConfig(kind="dense", hidden_size=64, blocks=4, heads=4, ffn_width=128, max_position=256)
     model = build(backbone, VOCABULARY, seed=0).to(DEVICE, dtype)
-    return model, engram.attach(model, cfg)
+    handle = engram.attach(model, cfg)
+    for layer in handle.memory.modules_by_layer():
+        nn.init.normal_(layer.value.weight, std=0.05)  # zero at the start, beside rows that are not
+    return model, handle
 
 
 def _ids(seed: int, length: int = 128 if GPU else 9) -> torch.Tensor:

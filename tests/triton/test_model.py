@@ -36,7 +36,7 @@ def _model(cfg: EngramConfig, device: torch.device, dtype: torch.dtype = torch.f
     handle = engram.attach(model, cfg)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in handle.memory.named_parameters():
-        if name.endswith("conv"):  # zero at the start: its kernels would compute nothing
+        if name.endswith(("conv", "value.weight")):  # zero at the start: the kernels would compute nothing
             parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter)
     return model, handle
 
@@ -159,3 +159,29 @@ def test_runs_are_bit_equal(choose: Callable[[str], None], device: torch.device)
     assert _train(first[0], device, 3) == _train(second[0], device, 3)
     for a, b in zip(first[0].state_dict().values(), second[0].state_dict().values(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_attention_values_narrower_than_the_hidden_state(choose: Callable[[str], None], device: torch.device) -> None:
+    """The gate's kernel has one width: plain torch takes the other, and the convolution's kernel goes on."""
+    logits = {}
+    for name in ("triton", "reference"):
+        choose(name)
+        model, handle = _model(CFG.replace(site="value"), device)
+        handle.detach()
+        model.config.num_key_value_heads = 1
+        torch.manual_seed(0)
+        for block in model.model.layers:
+            attention = block.self_attn
+            for part in ("k_proj", "v_proj"):
+                linear = torch.nn.Linear(32, attention.head_dim, bias=False, device=device)
+                setattr(attention, part, linear)
+            attention.num_key_value_groups = model.config.num_attention_heads
+        torch.manual_seed(1)
+        handle = engram.attach(model, CFG.replace(site="value"))
+        for layer in handle.memory.modules_by_layer():
+            torch.nn.init.normal_(layer.value.weight)
+            torch.nn.init.normal_(layer.conv)
+        loss = model(_ids(device), labels=_ids(device), use_cache=False).loss
+        loss.backward()
+        logits[name] = torch.stack([loss.detach(), handle.memory.layer(1).value.weight.grad.norm()])
+    torch.testing.assert_close(logits["triton"], logits["reference"], rtol=1e-4, atol=1e-5)

@@ -19,7 +19,7 @@ _NAMES = {
     "Engram": "engram.layer:Engram",
     "Memory": "engram.memory:Memory",
     "attach": "engram.attaching:attach",
-    "Handle": "engram.attaching:Handle",
+    "Handle": "engram.handles:Handle",
     "load": "engram.checkpoint:load",
     "from_pretrained": "engram.checkpoint:from_pretrained",
     "families": "engram.families",

@@ -64,8 +64,12 @@ class StateLayer(DummyLayer):  # type: ignore[misc]
 
 
 def given_cache(kwargs: Mapping[str, Any]) -> Any:
-    """The cache among a forward's arguments. Raises ValueError for one without layers (paged, or tuples)."""
+    """The cache of the decoder's own tokens among a forward's arguments.
+
+    Raises ValueError for one without layers (paged, or tuples).
+    """
     cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+    cache = getattr(cache, "self_attention_cache", cache)  # beside that of an encoder's tokens
     if cache is not None and not isinstance(getattr(cache, "layers", None), list):
         raise ValueError(
             f"cache: {type(cache).__name__} has no list of layers that could carry the memory's state; paged caches "
@@ -76,14 +80,15 @@ def given_cache(kwargs: Mapping[str, Any]) -> Any:
 
 def cache_in(output: Any) -> Any:
     """The cache that a forward returns, in an output object or a tuple; None without one."""
+    found = None
     if isinstance(output, Mapping):
-        return next((output[name] for name in CACHE_NAMES if output.get(name) is not None), None)
-    if isinstance(output, tuple):
-        return next((part for part in output if isinstance(getattr(part, "layers", None), list)), None)
-    return None
+        found = next((output[name] for name in CACHE_NAMES if output.get(name) is not None), None)
+    elif isinstance(output, tuple):
+        found = next((part for part in output if hasattr(part, "get_seq_length")), None)
+    return getattr(found, "self_attention_cache", found)
 
 
-def state_in(cache: Any, number: int) -> DecodeState | None:
+def state_in(cache: Any, number: str) -> DecodeState | None:
     """The state of memory `number` in a cache, told whether the cache can be rolled back by any number of tokens.
 
     None where the cache is empty. Raises RuntimeError when it holds tokens that this memory has not seen, or more or
@@ -91,18 +96,18 @@ def state_in(cache: Any, number: int) -> DecodeState | None:
     """
     layers = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
     mine = next((layer.state for layer in layers if layer.state.owner == number), None)
-    seen = cache.get_seq_length() if len(cache.layers) > len(layers) else 0
+    seen = _tokens_in(cache) if len(cache.layers) > len(layers) else 0
     if mine is None:
-        if int(seen) > 0:
+        if seen is None or int(seen) > 0:
             raise RuntimeError(
-                f"memory: this forward continues a cache of {int(seen)} tokens that this memory did not see (another "
-                f"model's, or from before it was attached); rows of the next tokens depend on them. Begin with an "
-                f"empty cache"
+                f"memory: this forward continues a cache of {'some' if seen is None else int(seen)} tokens that this "
+                f"memory did not see (another model's, or from before it was attached); rows of the next tokens depend "
+                f"on them. Begin with an empty cache"
             )
         return None
     mine.settle()
     on_the_device = isinstance(seen, Tensor) and seen.is_cuda  # asking would wait for the GPU, at every token
-    if not on_the_device and int(seen) != mine.length:
+    if seen is not None and not on_the_device and int(seen) != mine.length:
         raise RuntimeError(
             f"memory: the cache holds {int(seen)} tokens, its memory has seen {mine.length}; change a cache by its own "
             f"methods (crop, reorder_cache, batch_select_indices, reset), which reach every layer"
@@ -111,16 +116,26 @@ def state_in(cache: Any, number: int) -> DecodeState | None:
     return mine
 
 
+def _tokens_in(cache: Any) -> Any:
+    """Tokens that a cache holds; None for some that it does not count (recurrent layers alone)."""
+    if all(cache.is_linear[index] or cache.is_dummy[index] for index in range(len(cache.layers))):
+        return None if cache.has_previous_state() else 0
+    return cache.get_seq_length()
+
+
 def _rolls_back(cache: Any) -> bool:
     """Whether every layer of the host can take back any number of tokens, recorded or not."""
     others = [layer for layer in cache.layers if not isinstance(layer, StateLayer)]
-    return all(layer.is_croppable and not _slides(layer) for layer in others)
+    return all(not _slides(layer) if getattr(layer, "is_sliding", False) else layer.is_croppable for layer in others)
 
 
 def _slides(layer: Any) -> bool:
-    """A growing window that has forgotten its first tokens; unlike a static one it calls itself croppable still."""
-    length = layer.get_seq_length() if getattr(layer, "is_sliding", False) else 0
-    return isinstance(length, int) and length > 0 and length >= layer.get_max_length()
+    """A window that has forgotten its first tokens. A growing one calls itself croppable still, a static one never."""
+    if not getattr(layer, "is_sliding", False):
+        return False
+    length = getattr(layer, "cumulative_length_int", None)
+    length = layer.get_seq_length() if length is None else length
+    return not isinstance(length, int) or length >= layer.get_max_length()
 
 
 def put_state(cache: Any, state: DecodeState) -> None:
@@ -130,34 +145,51 @@ def put_state(cache: Any, state: DecodeState) -> None:
     cache.layers.append(StateLayer(state))
 
 
-def new_tokens_kept(mask: Any, ids_BT: Tensor, past: int) -> Tensor | None:
-    """Which of the new positions are no padding [B, T], from a host's attention mask; None where all are.
+def read_mask(mask: Any, ids_BT: Tensor, past: int) -> tuple[Tensor | None, Tensor | None]:
+    """What a host's attention mask says about the new tokens -> (kept [B, T], documents [B, T]).
 
-    Masks are those of past and new tokens [B, past + T], of attention [B, 1, T, keys] (boolean, or added to scores; a
-    static cache has keys to come), or a dictionary of such by kind of attention. Raises ValueError for other shapes.
+    None is "all are kept", and "one document". Masks are those of past and new tokens [B, past + T], of attention
+    [B, heads, T, keys] (boolean, or added to scores; a static cache has keys to come), or a dictionary of such by kind
+    of attention. In one of attention a document begins where a token does not see the one before it. Raises ValueError
+    for other shapes, and for attention that skips tokens and sees others before them (trees of drafts).
     """
     if isinstance(mask, Mapping):
         whole = mask.get("full_attention")
         mask = whole if whole is not None else next((one for one in mask.values() if one is not None), None)
     if mask is None:
-        return None
-    length = ids_BT.shape[1]
+        return None, None
+    batch, length = ids_BT.shape
     if not isinstance(mask, Tensor):
         raise ValueError(
             f"attention_mask: a {type(mask).__name__} does not tell which tokens are padding; pass the mask [B, T]"
         )
-    if mask.ndim == 2 and mask.shape == (len(ids_BT), past + length):
-        return mask[:, past:]
+    if mask.ndim == 2 and mask.shape[0] in (1, batch) and mask.shape[1] >= past + length:
+        return mask[:, past : past + length].expand(batch, -1), None
     if mask.ndim == 4 and mask.shape[2] == length and mask.shape[3] >= length:
-        return _kept_by_attention(mask, length, past).expand(len(ids_BT), -1)
+        return _read_attention(mask, batch, past)
     raise ValueError(
         f"attention_mask: shape {list(mask.shape)}; the memory needs the mask of the {past} tokens so far and the ids "
-        f"{list(ids_BT.shape)}: [{len(ids_BT)}, {past + length}]"
+        f"{list(ids_BT.shape)}: [{batch}, {past + length}]"
     )
 
 
-def _kept_by_attention(mask_BHTK: Tensor, length: int, past: int) -> Tensor:
-    """Keys that their own query sees. Sliding windows put the first key of a mask past the first token."""
-    seen_BTK = mask_BHTK[:, 0] if mask_BHTK.dtype == torch.bool else mask_BHTK[:, 0] == 0
+def _read_attention(mask_BHTK: Tensor, batch: int, past: int) -> tuple[Tensor, Tensor | None]:
+    """Kept tokens are those that see themselves. Sliding windows put the first key of a mask past the first token."""
+    added = mask_BHTK.dtype.is_floating_point
+    seen_BHTK = mask_BHTK > torch.finfo(mask_BHTK.dtype).min / 2 if added else mask_BHTK.bool()
+    seen_BTK, length = seen_BHTK.any(dim=1).expand(batch, -1, -1), mask_BHTK.shape[2]
     first = min(past, seen_BTK.shape[2] - length)
-    return seen_BTK[:, :, first : first + length].diagonal(dim1=1, dim2=2)
+    new_BTT = seen_BTK[:, :, first : first + length]
+    keep_BT = new_BTT.diagonal(dim1=1, dim2=2)
+    begins_BT = torch.zeros_like(keep_BT)
+    begins_BT[:, 1:] = keep_BT[:, 1:] & keep_BT[:, :-1] & ~new_BTT.diagonal(offset=-1, dim1=1, dim2=2)
+    if not bool(begins_BT.any()):
+        return keep_BT, None
+    document_BT = begins_BT.cumsum(dim=1)
+    other_BTT = (document_BT[:, :, None] != document_BT[:, None, :]) & keep_BT[:, None, :] & keep_BT[:, :, None]
+    if bool((new_BTT & other_BTT).any()) or (past and bool((seen_BTK[..., :first].any(-1) & (document_BT > 0)).any())):
+        raise ValueError(
+            "attention_mask: tokens skip the one before them and see earlier ones (a tree of drafts); the memory reads "
+            "texts, so pass each branch as a text of its own"
+        )
+    return keep_BT, document_BT

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 
-from engram.attaching import Handle, attach
+from engram.attaching import attach
 from engram.compress import TokenMap
 from engram.config import ConfigError, EngramConfig
+from engram.handles import Handle
 from engram.hashing import total_rows
 from engram.memory import Memory
 from engram.saving import (

@@ -80,7 +80,7 @@ class DecodeState:
     recording   whether everything is kept because somebody will roll back.
     """
 
-    def __init__(self, owner: int, ids: int, taps: int) -> None:
+    def __init__(self, owner: str, ids: int, taps: int) -> None:
         self.owner, self.ids, self.taps = owner, ids, taps
         self.free, self.recording = True, False
         self.reset()
@@ -113,7 +113,8 @@ class DecodeState:
     @torch.compiler.disable
     def put(self, layer: int, x_BTSD: Tensor) -> None:
         """The convolution's inputs of this forward. A recomputation puts them again."""
-        self._new[layer] = x_BTSD
+        # on a GPU the graph of a compiled step writes its outputs anew each time it runs
+        self._new[layer] = x_BTSD.clone() if x_BTSD.is_cuda else x_BTSD
 
     @torch.compiler.disable
     def history(self, batch: int) -> Tensor | None:

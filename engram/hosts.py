@@ -6,6 +6,7 @@ and runs the blocks. A family without an entry is found by its structure, and th
 
 from __future__ import annotations
 
+import inspect
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,8 @@ class Host:
         found = getattr(attention, name, None)
         if not isinstance(found, nn.Module):
             raise ConfigError(f"site: 'value', but block {layer} has no {self.entry.attention}.{name}")
-        return found
+        inner = getattr(found, "get_base_layer", None)  # of an adapter, which may be merged and go
+        return inner() if callable(inner) else found
 
 
 WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
@@ -173,6 +175,12 @@ def _by_structure(model: nn.Module, config: Any) -> Host:
             f"blocks, found {len(found)}. In a model of your own use engram.Memory directly"
         )
     path, decoder, (name, blocks), embedding_name = found[0]
+    arguments = inspect.signature(decoder.forward).parameters
+    if not {"cache", "past_key_values"} & set(arguments):
+        raise ConfigError(
+            f"model: {kind} is not a known host ({known}), and {path or 'its decoder'} takes no cache of transformers: "
+            f"what it remembers between two forwards could not carry the memory's state"
+        )
     log.warning("attach: %s is not a listed host; blocks found by structure in %s.%s", kind, path or "model", name)
     entry = HostEntry(type(model).__name__, path, name, embedding_name, values=None)
     return Host(entry, decoder, blocks, embedding, config)  # type: ignore[arg-type]

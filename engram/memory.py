@@ -11,7 +11,7 @@ Shapes: B batch, T time, N longest n-gram, C columns, S residual streams, D hidd
 
 from __future__ import annotations
 
-import itertools
+import secrets
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
@@ -34,7 +34,6 @@ AHEAD = 2
 """Prefetched forwards that are kept: buffers for more would only wait."""
 UNREACHED_LIMIT = 8
 """Forwards of one's own model that may miss the same layer (exceptions, retries after running out of memory)."""
-_numbers = itertools.count()
 
 
 @dataclass
@@ -86,7 +85,7 @@ class Memory(nn.Module):
                 else "token_map: given, but compress is false and raw ids would be hashed; set compress: true"
             )
         self.cfg, self.token_map = cfg, token_map
-        self.number = next(_numbers)
+        self.number = secrets.token_hex(8)  # whose state a cache carries
         if rows_of is not None:
             require_same_rows(cfg, rows_of.cfg)
         tables = {layer: None if rows_of is None else rows_of.layer(layer).table for layer in cfg.layers}
@@ -333,7 +332,7 @@ class Memory(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles begin without forwards under way: fetches cannot be copied."""
-        return {**self.__dict__, "_step": None, "_ahead": []}
+        return {**self.__dict__, "_step": None, "_ahead": [], "number": secrets.token_hex(8)}
 
     def _begin(self, step: Step) -> Step:
         if self._step is not None:

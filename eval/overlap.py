@@ -39,12 +39,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import engram.optim
-from engram.attaching import Handle, attach
+from engram.attaching import attach
 from engram.backbone import BackboneConfig, active_flops, build
 from engram.config import EngramConfig
 from engram.eval.figures import exposed_by_layer, save_png
 from engram.eval.plan import Speed, exposed_times, fetch_time
 from engram.eval.report import write_json
+from engram.handles import Handle
 from engram.info import foreign_seconds, machine
 from engram.prefetch import Fetcher
 from engram.stores import DiskStore, HostStore, TableSpec

@@ -228,7 +228,6 @@ def test_a_memory_that_is_never_reached_is_an_error(tiny_model: TinyModel) -> No
     model = tiny_model("llama")
     engram.attach(model, CFG)
     model.model.layers = nn.ModuleList([model.model.layers[0]])
-    model.config.num_hidden_layers = 1
     with pytest.raises(RuntimeError, match=r"layer\(s\) \[1\] were attached but never reached"):
         model(_ids(), use_cache=False)
 

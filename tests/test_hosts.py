@@ -194,8 +194,9 @@ def test_what_learns(what: Any, tiny_model: TinyModel, capsys: pytest.CaptureFix
     rows = sum(m.table.store.rows.numel() for m in handle.memory.modules_by_layer())
     assert counts["host"] == host and counts["rows"] == rows and f"{rows:,} in rows" in capsys.readouterr().out
     assert counts["all"] == rows + counts["dense"] + sum(p.numel() for p in before.values())
-    with pytest.raises(ValueError, match="choose 'memory'"):
-        handle.set_trainable("rows")  # type: ignore[arg-type]
+    for call in (handle.set_trainable, lambda what: engram.attach(tiny_model(), CFG, trainable=what)):
+        with pytest.raises(ConfigError, match=r"trainable: 'rows'.*memory\+norms"):
+            call("rows")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

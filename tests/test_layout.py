@@ -45,6 +45,7 @@ ENGRAM_ORDER = (
     "editing",
     "hosts",
     "caches",
+    "handles",
     "attaching",
     "backbone",
     "optim",

@@ -18,9 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from engram.attaching import Handle, attach
+from engram.attaching import attach
 from engram.config import EngramConfig
 from engram.eval.loss import held_out_loss
+from engram.handles import Handle
 from engram.hosts import find
 from engram.strict import ConfigError, apply_overrides, from_dict, load_yaml, require
 from engram.train.assembly import Built

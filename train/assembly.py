@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from engram.attaching import Handle, attach
+from engram.attaching import attach
 from engram.backbone import build, reseed
+from engram.handles import Handle
 from engram.train.budget import Arm
 from engram.train.recipe import TrainConfig
 

@@ -123,7 +123,7 @@ def test_reading_in_pieces(kind: str, cache: str, build: Any, tiny_model: TinyMo
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", HOSTS)
 def test_padding_and_unequal_prompts(kind: str, side: str, build: Any, tiny_model: TinyModel) -> None:
-    """Each text of a padded batch gets the logits of that text alone; rows of padded positions touch no later one."""
+    """On the left: each text gets the logits of that text alone. Inside: those of the same padded text, read whole."""
     ids, mask = _ids(), torch.ones(2, 20, dtype=torch.int64)
     if side == "left":
         mask[1, :6], ids[1, :6] = 0, 0

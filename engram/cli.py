@@ -260,13 +260,16 @@ def _bench(
         bool, typer.Option("--compile-only", help="Time nothing: compile the kernels for several GPUs; none is needed.")
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="With --compile-only: every width, format and rule.")] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Measure against the package engram-peft instead; it must be installed.")
+    ] = False,
     out: Out = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Speed claims as ratios of two things timed in one run. Disk claims read a file in the folder TMPDIR."""
-    chosen = only or []
-    _run("bench", as_json, debug, rounds=rounds, only=chosen, out=out, compile_only=compile_only, full=full)
+    kinds: dict[str, Any] = {"only": only or [], "compile_only": compile_only, "full": full, "peers": peers}
+    _run("bench", as_json, debug, rounds=rounds, out=out, **kinds)
 
 
 @app.command("overlap")

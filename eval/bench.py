@@ -3,6 +3,7 @@
     engram bench --json        # {"hardware", "claims": [{"id", "value", "against", "ratio", "target", "ok", ...}]}
     engram bench --only 'disk-*' --only 'host-gather-256-B-*'
     engram bench --out runs/bench       # also runs/bench/bench.json, a result file
+    engram bench --peers                # another package instead: eval/peers.py
 
 Both sides of a claim are timed alternately, and the ratio is that of their medians, with the quartiles of the single
 ratios beside it. A claim whose own check fails is no claim: it raises instead of reporting a time.
@@ -28,6 +29,7 @@ from engram.attaching import attach
 from engram.backbone import BackboneConfig, build
 from engram.config import EngramConfig
 from engram.eval import bench_disk, bench_gather
+from engram.eval.peers import measure_peers, show_peers
 from engram.eval.report import result, write_json
 from engram.info import foreign_seconds, machine
 from engram.layer import Engram
@@ -52,6 +54,7 @@ def run(
     out: str | None = None,
     compile_only: bool = False,
     full: bool = False,
+    peers: bool = False,
     kernels: Any = None,
     compiler: Any = None,
 ) -> dict[str, Any]:
@@ -61,9 +64,14 @@ def run(
     only  patterns like those of file names: claims whose id fits one of them; none of them means all.
     out   folder for a result file, bench.json (compile.json with `compile_only`).
     compile_only, full  time nothing: what `compiler` (kernels/aot.py) reports of all kernels, or of every variant.
+    peers  measure engram against another package instead; see eval/peers.py.
     kernels  the claims of the kernels, kernels/bench.py.
     Raises ConfigError for a pattern that fits no claim, or without space for the file that the disk claims read.
     """
+    if peers:
+        if only or compile_only or full:
+            raise ConfigError("peers: measured alone; leave out --only, --compile-only and --full")
+        return measure_peers(rounds, out)
     if compile_only:
         return _compiled(compiler.compile_report(full), out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -320,7 +328,10 @@ def claim(name: str, value: list[float], against: list[float], target: float) ->
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the claims as a table, or the compile report."""
+    """Print the claims as a table, or the compile report, or the comparison with another package."""
+    if "sides" in found:
+        show_peers(found)
+        return
     if "compiled" in found:
         show_compiled(found)
         return

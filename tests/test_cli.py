@@ -30,7 +30,7 @@ COMMANDS = {
     "verify": COMMON,
     "inspect": {"path", *COMMON},
     "info": COMMON,
-    "bench": {"--rounds", "--only", "--out", "--compile-only", "--full", *COMMON},
+    "bench": {"--rounds", "--only", "--out", "--compile-only", "--full", "--peers", *COMMON},
     "overlap": {"config", "--set", "--out", *COMMON},
     "plan": {"config", "--set", *COMMON},
     "quantize": {"run", "--format", "--out", *COMMON},

@@ -1,4 +1,4 @@
-"""Put results into the repository and their numbers into the README and docs/stores.md.
+"""Put results into the repository and their numbers into the README and the pages of docs/.
 
     .venv/bin/python docs/publish.py quickstart runs/quickstart
     .venv/bin/python docs/publish.py overlap runs/overlap         # engram overlap configs/overlap/cpu.yaml --out ...
@@ -6,6 +6,7 @@
     .venv/bin/python docs/publish.py overlap-train-disk runs/train-disk        # ... configs/overlap/cpu-train-disk.yaml
     .venv/bin/python docs/publish.py compile runs/compile         # engram bench --compile-only --out runs/compile
     .venv/bin/python docs/publish.py bench runs/bench             # OMP_NUM_THREADS=1 engram bench --out runs/bench
+    .venv/bin/python docs/publish.py peers runs/peers             # OMP_NUM_THREADS=1 engram bench --peers --out ...
 
 Copies result files to eval/results/, figures to docs/figures/, and rewrites the tables between their markers.
 tests/test_readme.py checks that the pages still show the committed results.
@@ -24,6 +25,7 @@ from engram.eval.bench import compiled_table
 from engram.eval.bench_disk import disk_table
 from engram.eval.bench_gather import gather_table
 from engram.eval.overlap import hidden_table
+from engram.eval.peers import beyond_table, checks_table, measured_table
 from engram.eval.report import markdown_table, read_result, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,6 +123,34 @@ def disk_block() -> str:
     return f"{about}:\n\n{disk_table(found['metrics']['claims'])}{ending}"
 
 
+def publish_peers(run: Path) -> None:
+    """The folder of `engram bench --peers --out` -> committed result and the block of docs/peers.md."""
+    shutil.copyfile(run / "peers.json", RESULTS / "peers.json")
+    _rewrite("docs/peers.md", "peers", peers_block())
+
+
+def peers_block() -> str:
+    """The committed comparison with another package as Markdown."""
+    found = _read("peers")
+    metrics, config, about = found["metrics"], found["config"], found["hardware"]
+    theirs, shape = metrics["sides"]["theirs"], metrics["shape"]
+    values = sum(rows * width for rows, width in metrics["tables"].values())
+    override = theirs["typing.override"]
+    setting = (
+        f"engram {metrics['sides']['ours']['version']} and engram-peft {theirs['version']} on {about['cores']} cores "
+        f"({about['cpu']}), {theirs['threads']} thread, torch {found['versions']['torch']}, transformers "
+        f"{found['versions']['transformers']}, Python {theirs['python']} (`typing.override`: {override}), "
+        f"{found['date'][:10]}. Tables of {values / 1e6:.1f} million fp32 values in {len(metrics['tables'])} blocks, "
+        f"{shape['batch']} x {shape['length']} tokens a step. Medians of {metrics['claims'][0]['turns']} turns in "
+        f"{config['pairs']} pairs of processes; other programs took {metrics['foreign']:.0%} of all cores meanwhile; "
+        f"processor time is what they disturb least."
+    )
+    return (
+        f"{setting}\n\n{measured_table(metrics)}\nIn a setting that the peer does not have:\n\n{beyond_table(metrics)}"
+        f"\nCorrectness:\n\n{checks_table(metrics)}"
+    )
+
+
 def publish_compile(run: Path) -> None:
     """The folder of `engram bench --compile-only --out` -> committed result and the block of docs/kernels.md."""
     shutil.copyfile(run / "compile.json", RESULTS / "compile.json")
@@ -161,6 +191,7 @@ PUBLISH: dict[str, Callable[[Path], None]] = {
     "overlap-train-disk": publish_overlap_train_disk,
     "bench": publish_bench,
     "compile": publish_compile,
+    "peers": publish_peers,
 }
 
 if __name__ == "__main__":

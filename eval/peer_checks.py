@@ -211,6 +211,19 @@ def _equal(equal: bool) -> str:
     return "bit-equal" if equal else "differ"
 
 
+def missing_rows_are_refused(kit: Kit) -> Verdict:
+    """A saved memory whose largest file is gone is not loaded: an error, and no memory with rows of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "saved"
+        kit.filled().save(folder)
+        max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size).unlink()
+        try:
+            kit.side.load(bare_model(kit.shape), kit.shape, folder)
+        except (OSError, ValueError, RuntimeError) as error:
+            return Verdict(True, f"{type(error).__name__}")
+    return Verdict(False, "loaded without its rows")
+
+
 def cast_keeps_rows(kit: Kit) -> Verdict:
     """After `.to(torch.bfloat16)` the same rows are read."""
     side, ids_BT = kit.filled(), kit.ids()
@@ -272,6 +285,7 @@ CHECKS: dict[str, Callable[[Kit], Verdict]] = {
     "assisted decoding is greedy decoding": _decoding(_assisted),
     "packed documents do not leak": packed_do_not_leak,
     "saved and loaded, bit-equal": saved_is_loaded,
+    "saved, a file is lost: loading is an error": missing_rows_are_refused,
     "cast to bf16, the same rows": cast_keeps_rows,
     "a row touched 1,000 times gets the exact sum": sums_are_exact,
     "a step leaves other rows as they are": untouched_rows_stay,

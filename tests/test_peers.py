@@ -26,6 +26,7 @@ from engram.eval.peer_checks import CHECKS, Kit, NotOffered, Verdict, run_checks
 from engram.eval.peer_sides import LEARNING_RATE, Ours, Shape
 from engram.eval.report import read_result
 from engram.hashing import NgramHash
+from engram.memory import Memory
 from engram.strict import ConfigError
 from engram.table import RowProxy
 
@@ -62,7 +63,7 @@ def _decays_all(self: Ours, lr: float = LEARNING_RATE) -> torch.optim.Optimizer:
     return engram.optim.build(self.base, lr=lr, row_weight_decay=0.1, row_decay="global")
 
 
-COLLECT = RowProxy.collect
+COLLECT, HASH = RowProxy.collect, Memory.hash_ids
 BREAKS: dict[str, tuple[Any, str, Any]] = {
     "row numbers are those of the paper's demo": (engram.hashing, "LAYER_STRIDE", 10_009),
     "freshly attached, the logits are unchanged": (engram.attaching, "_start_silent", lambda memory: None),
@@ -72,11 +73,20 @@ BREAKS: dict[str, tuple[Any, str, Any]] = {
         lambda self, layer, x: x.new_zeros(x.shape[0], self.taps, *x.shape[2:]),
     ),
     "a prompt read in pieces is the full forward": (DecodeState, "history", lambda self, batch: self.settle()),
-    "a left-padded batch is its single prompts": (engram.attaching, "new_tokens_kept", lambda *args: None),
+    "a left-padded batch is its single prompts": (
+        Memory,
+        "hash_ids",
+        lambda self, ids, segments, blocked, mask, history: HASH(self, ids, segments, blocked, None, history),
+    ),
     "beam search is beam search without a cache": (StateLayer, "reorder_cache", lambda self, beam_idx: None),
     "assisted decoding is greedy decoding": (StateLayer, "crop", lambda self, count: None),
     "packed documents do not leak": (engram.attaching, "_documents", lambda *args: None),
     "saved and loaded, bit-equal": (engram.checkpoint, "_fill", lambda memory, saved: None),
+    "saved, a file is lost: loading is an error": (
+        Ours,
+        "load",
+        classmethod(lambda cls, base, shape, folder: cls(base, shape)),
+    ),
     "cast to bf16, the same rows": (NgramHash, "_apply", _other_multipliers),
     "a row touched 1,000 times gets the exact sum": (RowProxy, "collect", _all_but_one),
     "a step leaves other rows as they are": (Ours, "optimizer", _decays_all),
@@ -158,7 +168,8 @@ class StandIn:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     monkeypatch.setattr(peers, "write_text", lambda folder, shape: None)
-    for name, value in {"asked": [], "red": None, "missing": False, "rows": 100}.items():
+    fresh: dict[str, Any] = {"asked": [], "red": None, "missing": False, "rows": 100}
+    for name, value in fresh.items():
         monkeypatch.setattr(StandIn, name, value)
     return StandIn
 

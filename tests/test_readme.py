@@ -12,6 +12,7 @@ from engram.eval.bench import compiled_table
 from engram.eval.bench_disk import disk_table
 from engram.eval.bench_gather import gather_table
 from engram.eval.overlap import hidden_table
+from engram.eval.peers import beyond_table, checks_table, measured_table
 from engram.eval.report import markdown_table, read_result, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,6 +69,15 @@ def test_the_tables_of_reads_are_those_of_the_committed_benchmark() -> None:
     assert gather_table(found["metrics"]["claims"]) in gather and disk_table(found["metrics"]["claims"]) in disk
     for block in (gather, disk):
         assert found["hardware"]["cpu"] in block and f"medians of {found['config']['rounds']} rounds" in block
+
+
+def test_the_comparison_is_the_committed_one() -> None:
+    found = read_result(LOG.parent / "peers.json")
+    metrics, block = found["metrics"], _block("docs/peers.md", "peers")
+    for table in (measured_table(metrics), beyond_table(metrics), checks_table(metrics)):
+        assert table in block
+    assert found["hardware"]["cpu"] in block and metrics["sides"]["theirs"]["version"] in block
+    assert all(one["ours"]["ok"] for one in metrics["checks"]) and not metrics["failed"]
 
 
 def test_the_compile_report_is_the_committed_one() -> None:

@@ -20,6 +20,7 @@ from engram.kernels.dispatch import BufferPool
 from engram.memory import Memory
 from engram.prefetch import Fetcher, patch, patch_on_gpu
 from engram.stores import DeferredDiskStore, DeviceStore, HostStore, PinnedStore, TableSpec
+from engram.stores.device import CPU_CHUNK
 from engram.stores.formats import get_format
 
 STORES: dict[str, Callable[[TableSpec, Path], Any]] = {
@@ -45,6 +46,11 @@ def store(kind: str, tmp_path: Path) -> Any:
 def test_rows_start_with_the_same_bits_everywhere(store: Any) -> None:
     ids = torch.tensor([0, 499, 3, 3, 250])
     assert torch.equal(store.gather(ids), SPEC.initial(ids))
+
+
+def test_rows_made_in_chunks_are_those_made_at_once() -> None:
+    spec = TableSpec(rows=2 * CPU_CHUNK // 12 + 7, width=12, seed=3, std=0.5)
+    assert torch.equal(DeviceStore(spec).rows, spec.initial(torch.arange(spec.rows)))
 
 
 def test_random_gathers_and_updates_equal_a_plain_tensor(store: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import engram.attaching
 import engram.checkpoint
+import engram.handles
 import engram.hashing
 import engram.optim
 from engram.caches import StateLayer
@@ -80,7 +81,7 @@ BREAKS: dict[str, tuple[Any, str, Any]] = {
     ),
     "beam search is beam search without a cache": (StateLayer, "reorder_cache", lambda self, beam_idx: None),
     "assisted decoding is greedy decoding": (StateLayer, "crop", lambda self, count: None),
-    "packed documents do not leak": (engram.attaching, "_documents", lambda *args: None),
+    "packed documents do not leak": (engram.handles, "_documents", lambda *args: None),
     "saved and loaded, bit-equal": (engram.checkpoint, "_fill", lambda memory, saved: None),
     "saved, a file is lost: loading is an error": (
         Ours,

@@ -300,26 +300,34 @@ def test_low_rank_adapters_above_and_below(below: bool, tiny_model: TinyModel) -
         torch.testing.assert_close(merged(ids, use_cache=False).logits, whole, rtol=1e-4, atol=1e-5)
 
 
-def test_quantised_backbones(tiny_model: TinyModel) -> None:
-    """Four bits a weight; the memory beside them is fp32 and learns."""
-    bnb = pytest.importorskip("bitsandbytes")
-    model, ids = tiny_model("llama"), _ids()
-    for block in model.model.layers:
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            linear = getattr(block.mlp, name)
-            small = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32)
-            small.load_state_dict(linear.state_dict())
-            setattr(block.mlp, name, small.to("cpu"))
-    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("bits", ["bitsandbytes 4", "bitsandbytes 8", "quanto 8"])
+def test_quantised_backbones(bits: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Through the ecosystem's loaders, where they are installed; the memory beside the weights is fp32 and learns."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig
+
+    pytest.importorskip("optimum.quanto" if "quanto" in bits else "bitsandbytes")
+    how: Any = {
+        "bitsandbytes 4": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
+        "bitsandbytes 8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+        "quanto 8": lambda: QuantoConfig(weights="int8"),
+    }
+    tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)  # blocks of 64 weights
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how[bits](), dtype=torch.float32)
+    ids = _ids()
+    assert type(model.model.layers[0].mlp.up_proj) is not nn.Linear
     with torch.no_grad():
         base = model(ids, use_cache=False).logits
-    handle = engram.attach(model, CFG, trainable="memory")
-    with torch.no_grad():
+        handle = engram.attach(model, CFG.replace(hidden_size=64), trainable="memory")
         assert torch.equal(model(ids, use_cache=False).logits, base)
     optimizer = engram.optim.build(model.train(), lr=1e-2)
     losses = [_step(model, optimizer, ids) for _ in range(6)]
     assert losses[-1] < losses[0] and handle.memory.layer(0).table.store.rows.any()
-    assert all(p.dtype == torch.float32 for p in _dense(handle))
+    assert all(p.dtype == torch.float32 for p in _dense(handle)) and handle.trainable_parameters()["host"] == 0
+    with torch.no_grad():
+        whole = model.eval()(ids, use_cache=False).logits
+        cache = model(ids[:, :5], use_cache=True).cache
+        torch.testing.assert_close(model(ids[:, 5:], cache=cache).logits, whole[:, 5:], rtol=1e-4, atol=1e-4)
 
 
 def test_memory_sits_on_the_first_float_type_of_quantised_weights(tiny_model: TinyModel) -> None:

@@ -24,6 +24,7 @@ COMMANDS = {
     "quickstart": {"--out", "--toy", "--set", *COMMON},
     "train": {"config", "--set", "--dry-run", "--out", "--resume", *COMMON},
     "ablate": {"config", "--set", "--dry-run", "--out", "--workers", *COMMON},
+    "attach": {"model", "--config", "--data", "--set", "--dry-run", "--out", "--resume", *COMMON},
     "eval": {"kind", "run", "--out", "--text", *COMMON},
     "report": {"run", *COMMON},
     "rows": {"--family", "--layer", "--ids", "--text", "--tokenizer", "--blocked", *COMMON},

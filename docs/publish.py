@@ -24,7 +24,7 @@ from typing import Any
 from engram.eval.bench import compiled_table
 from engram.eval.bench_disk import disk_table
 from engram.eval.bench_gather import gather_table
-from engram.eval.overlap import hidden_table
+from engram.eval.exposure import hidden_table
 from engram.eval.peers import beyond_table, checks_table, measured_table
 from engram.eval.report import markdown_table, read_result, verdict
 

@@ -52,7 +52,7 @@ VIEWS = {
     "inspect": "engram.inspecting:print_files",
     "info": "engram.info:print_machine",
     "bench": "engram.eval.bench:show",
-    "overlap": "engram.eval.overlap:show",
+    "overlap": "engram.eval.exposure:show",
     "plan": "engram.eval.plan:show",
 }
 """Command -> "module:function" that prints its result for a person; the others get `_print_summary`."""

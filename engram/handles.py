@@ -105,14 +105,17 @@ class Handle(SavesMemory, EditsRows):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        cache: Any = None,
     ) -> None:
         """Start fetching the rows of a later forward with these arguments, while the model computes something else.
 
         Worth it where rows do not live on the device; for tables that do, nothing happens.
         """
+        state = None if cache is None else state_in(given_cache({"cache": cache}), self.memory.number)
+        keep_BT, _ = read_mask(attention_mask, input_ids, 0 if state is None else state.length)
         if segment_ids is None:
-            segment_ids = _documents(input_ids, position_ids, attention_mask)
-        self.memory.prefetch(input_ids, segment_ids=segment_ids, mask=attention_mask)
+            segment_ids = _documents(input_ids, position_ids, keep_BT)
+        self.memory.prefetch(input_ids, segment_ids=segment_ids, mask=keep_BT, state=state)
 
     def set_trainable(self, what: Trainable) -> None:
         """What learns: "memory" alone, "memory+norms" (of the host, too), or "all" of the model.

@@ -131,10 +131,10 @@ class Memory(nn.Module):
         history = None
         if state is not None:
             history = self._history(state, ids_BT, segment_ids)
-        asked = (ids_BT, segment_ids, blocked, mask)
-        step = None if history is not None else self._take_ahead(asked)
+        asked = (ids_BT, segment_ids, blocked, mask, history)
+        step = self._take_ahead(asked)
         if step is None:
-            step = self.hash_ids(*asked, history)
+            step = self.hash_ids(*asked)
             if self.launch_at == "entry":
                 self._launch(step, ahead=False)
         if state is not None:
@@ -172,6 +172,7 @@ class Memory(nn.Module):
         segment_ids: Tensor | None = None,
         blocked: Tensor | None = None,
         mask: Tensor | None = None,
+        state: DecodeState | None = None,
     ) -> None:
         """Start fetching the rows of a later forward, whose `start` gets the same arguments.
 
@@ -180,12 +181,14 @@ class Memory(nn.Module):
         """
         if all(module.table.fetcher is None for module in self.modules_by_layer()):
             return
-        if self._find_ahead((ids_BT, segment_ids, blocked, mask)) is not None:
+        history = None if state is None else self._history(state, ids_BT, segment_ids)
+        asked = (ids_BT, segment_ids, blocked, mask, history)
+        if self._find_ahead(asked) is not None:
             return
         while len(self._ahead) >= AHEAD:
             for ticket in self._ahead.pop(0).tickets.values():
                 ticket.drop()
-        self._ahead.append(self.hash_ids(ids_BT, segment_ids, blocked, mask))
+        self._ahead.append(self.hash_ids(*asked))
         self._launch(self._ahead[-1], ahead=True)
 
     def drop_ahead(self) -> None:
@@ -242,7 +245,7 @@ class Memory(nn.Module):
         segment_BT = None
         if segment_ids is not None and self.cfg.boundary != "none":
             segment_BT = segment_ids.to(device)
-        return Step(rows, segment_BT=segment_BT, keep_BT=keep_BT, asked=(ids_BT, segment_ids, blocked, mask))
+        return Step(rows, segment_BT=segment_BT, keep_BT=keep_BT, asked=(ids_BT, segment_ids, blocked, mask, history))
 
     def _launch(self, step: Step, ahead: bool) -> None:
         """Start the fetch of every layer, the earliest deadline first."""

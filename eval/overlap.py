@@ -12,7 +12,7 @@ overhead = t_prefetch / t_without - 1.
 `hidden` is null where fetch is under 5 % of t_ready: then it is noise. Times are medians, with quartiles beside them;
 `exposed_error` is half of a 95 % interval of the exposed time, from its single rounds.
 
-On a CPU one core is left to the fetch, in all variants. Decode is one new token a sequence without a key-value cache.
+On a CPU one core is left to the fetch, in all variants. Decode is one new token a sequence behind `seq_len` in a cache.
 One batch ahead is measured as a training loop has it: every timed step follows another training step, before which its
 rows were requested, so that the update of that step is patched into them; only `prefetch` begins while the rows of that
 step are still being written, and fetches those of the next one meanwhile.
@@ -24,7 +24,6 @@ import ctypes
 import gc
 import os
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,13 +34,13 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 
 import engram.optim
 from engram.attaching import attach
 from engram.backbone import BackboneConfig, active_flops, build
 from engram.config import EngramConfig
+from engram.eval.exposure import VARIANTS, first_hidden, summarise_times
 from engram.eval.figures import exposed_by_layer, save_png
 from engram.eval.plan import Speed, exposed_times, fetch_time
 from engram.eval.report import write_json
@@ -51,9 +50,7 @@ from engram.prefetch import Fetcher
 from engram.stores import DiskStore, HostStore, TableSpec
 from engram.strict import apply_overrides, check_fields, from_dict, load_yaml, require, to_dict
 
-NOISE = 0.05
 FILL = 65_536  # rows written to a new file at a time
-VARIANTS = ("without", "ready", "sync", "prefetch")
 Phase = Literal["prefill", "decode", "train"]
 
 
@@ -262,6 +259,15 @@ class Cell:
         self.batches = [batch.to(cfg.place) for batch in drawn]
         self.turn = 0
         self.ahead = launch == "ahead"
+        self.caches: dict[bool, Any] = {}  # with memory, and without, which must not see the other's tokens
+        if phase == "decode":
+            self._read_prompts(torch.randint(0, cfg.vocab_size, (cfg.batch, cfg.seq_len), generator=generator))
+
+    @torch.no_grad()
+    def _read_prompts(self, prompts_BT: Tensor) -> None:
+        self.caches[True] = self.model(prompts_BT.to(self.cfg.place), use_cache=True).cache
+        with self.handle.disabled():
+            self.caches[False] = self.model(prompts_BT.to(self.cfg.place), use_cache=True).cache
 
     def measure(self) -> dict[str, Any]:
         """Time the variants in random order -> the cell as plain data."""
@@ -324,7 +330,7 @@ class Cell:
     def without(self) -> float:
         """A step with memory switched off."""
         with self.handle.disabled():
-            return self._timed(self._next(request=False))
+            return self._timed(self._next(request=False), with_memory=False)
 
     def ready(self) -> float:
         """A step whose rows are in the layer's buffer before it begins."""
@@ -357,7 +363,7 @@ class Cell:
             self.handle.prefetch(before)
             self._arrive()
         if request:
-            self.handle.prefetch(batch)
+            self.handle.prefetch(batch, cache=self.caches.get(True))
         if before is not None:
             self._run(before)
         return batch
@@ -372,32 +378,40 @@ class Cell:
             for ticket in step.tickets.values():
                 ticket.arrive()
 
-    def _run(self, batch: Tensor) -> None:
+    def _run(self, batch: Tensor, with_memory: bool = True) -> None:
         """One step: a forward, and when training the backward and the update."""
         if self.optimizer is None:
+            cache = self.caches.get(with_memory)
             with torch.no_grad():
-                self.model(batch, use_cache=False)
+                self.model(batch, cache=cache, use_cache=cache is not None)
             return
         self.model(batch, use_cache=False).logits.logsumexp(-1).mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _timed(self, batch: Tensor, following: Tensor | None = None, hash_again: bool = False) -> float:
+    def _timed(
+        self, batch: Tensor, following: Tensor | None = None, hash_again: bool = False, with_memory: bool = True
+    ) -> float:
         for layer in self.layers:
             fetcher = self.handle.memory.layer(layer).table.fetcher
             if fetcher is not None and following is None:  # writes of the step before are not this step's
                 fetcher.drain()
+        cache = self.caches.get(with_memory)
+        history = cache.layers[-1].state.history(len(batch)) if hash_again and cache is not None else None
         _settle()
         began = time.perf_counter()
         if hash_again:  # every variant hashes once in its time; this one's rows were hashed before it
-            self.handle.memory.hash_ids(batch)
+            self.handle.memory.hash_ids(batch, history=history)
         if following is not None:
             self.handle.prefetch(following)
-        self._run(batch)
+        self._run(batch, with_memory)
         if following is not None:  # one batch ahead: its fetch belongs to this step
             self._arrive()
         _settle()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        if cache is not None:
+            cache.crop(-batch.shape[1])  # every step decodes at the same place
+        return seconds
 
 
 def _settle() -> None:
@@ -418,74 +432,3 @@ def undisturbed(one_round: Callable[[], Any], count: int, limit: float | None) -
         share = (foreign_seconds() - others) / (time.perf_counter() - began) / (os.cpu_count() or 1)
         (clean if limit is None or share <= limit else rest).append(found)
     return (clean + rest)[:count], max(0, count - len(clean))
-
-
-def summarise_times(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Seconds of each variant -> medians, quartiles, and what they say about the fetch."""
-    median = {name: statistics.median(values) for name, values in times.items()}
-    fetch, exposed = median["sync"] - median["ready"], median["prefetch"] - median["ready"]
-    single = [after - before for after, before in zip(times["prefetch"], times["ready"], strict=True)]
-    low, _, high = statistics.quantiles(single, n=4)
-    noise = fetch < NOISE * median["ready"]
-    reason = f"the fetch is under {NOISE:.0%} of the step" if noise else None
-    return {
-        **{f"t_{name}": median[name] for name in VARIANTS},
-        "quartiles": {name: statistics.quantiles(values, n=4)[::2] for name, values in times.items()},
-        "fetch": fetch,
-        "exposed": exposed,
-        "exposed_error": 1.57 * (high - low) / len(single) ** 0.5,  # McGill, Tukey, Larsen 1978
-        "hidden": None if noise else 1 - exposed / fetch,
-        "reason": reason,
-        "overhead": median["prefetch"] / median["without"] - 1,
-    }
-
-
-def first_hidden(cells: list[dict[str, Any]]) -> dict[str, int | None]:
-    """Store, phase and launch -> the first single block that exposes less than 5 % of its step, or None."""
-    found: dict[str, int | None] = {}
-    for cell in sorted(cells, key=lambda one: one["layers"]):
-        key = f"{cell['store']}/{cell['phase']}/{cell['launch']}"
-        found.setdefault(key, None)
-        hidden = cell["exposed"] < NOISE * cell["t_ready"]
-        if found[key] is None and len(cell["layers"]) == 1 and hidden:
-            found[key] = cell["layers"][0]
-    return found
-
-
-def hidden_table(found: dict[str, Any], phase: str = "prefill", launch: str = "entry") -> str:
-    """A measurement -> Markdown: hidden share, fetch and exposed milliseconds of each single block, a row a store."""
-    cells = [c for c in found["cells"] if (c["phase"], c["launch"]) == (phase, launch) and len(c["layers"]) == 1]
-    blocks = sorted({cell["layers"][0] for cell in cells})
-    lines = [["store", "fetch, ms", *(f"block {block}" for block in blocks)], ["--:"] * (len(blocks) + 2)]
-    for store in dict.fromkeys(cell["store"] for cell in cells):
-        mine = {cell["layers"][0]: cell for cell in cells if cell["store"] == store}
-        texts = [
-            f"{1e3 * mine[b]['exposed']:.1f}"
-            + (f" ± {1e3 * mine[b]['exposed_error']:.1f} ms" if "exposed_error" in mine[b] else " ms")
-            + ("" if mine[b]["hidden"] is None else f", {mine[b]['hidden']:.0%} hidden")
-            for b in blocks
-        ]
-        fetch = statistics.median(cell["fetch"] for cell in mine.values())
-        lines.append([store, f"{1e3 * fetch:.1f}", *texts])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def show(found: dict[str, Any]) -> None:
-    """Print the cells as a table, times in milliseconds."""
-    heads = ("blocks", "store", "phase", "launch", *VARIANTS, "fetch", "exposed", "plan", "hidden", "overhead")
-    table = Table(*heads, title="milliseconds, medians", title_justify="left")
-    for cell in found["cells"]:
-        times = [f"{1e3 * cell[f't_{name}']:.1f}" for name in VARIANTS]
-        hidden = "noise" if cell["hidden"] is None else f"{cell['hidden']:.0%}"
-        table.add_row(
-            "+".join(map(str, cell["layers"])), cell["store"], cell["phase"], cell["launch"], *times,
-            f"{1e3 * cell['fetch']:.1f}", f"{1e3 * cell['exposed']:.1f}",
-            "–" if cell["predicted"] is None else f"{1e3 * cell['predicted']:.1f}", hidden, f"{cell['overhead']:+.1%}",
-        )  # fmt: skip
-    console = Console(width=None if os.isatty(1) else 140)
-    console.print(table)
-    errors = [abs(cell["prediction_error"]) for cell in found["cells"] if cell["prediction_error"] is not None]
-    if errors:
-        console.print(f"exposed time against engram plan: median error {1e3 * statistics.median(errors):.1f} ms")
-    for key, layer in found["first_hidden"].items():
-        console.print(f"{key}: first block with nothing exposed: {'none' if layer is None else layer}")

@@ -16,16 +16,8 @@ from engram import info
 from engram.backbone import build
 from engram.cli import main
 from engram.eval import overlap
-from engram.eval.overlap import (
-    Cell,
-    EmulatedStore,
-    Emulation,
-    OverlapConfig,
-    Site,
-    first_hidden,
-    measure,
-    summarise_times,
-)
+from engram.eval.exposure import VARIANTS, first_hidden, hidden_table, summarise_times
+from engram.eval.overlap import Cell, EmulatedStore, Emulation, OverlapConfig, Site, measure
 from engram.stores import TableSpec
 from engram.strict import ConfigError, from_dict, load_yaml, to_dict
 
@@ -60,7 +52,7 @@ def test_the_definitions_on_made_up_times() -> None:
 def test_the_table_shows_the_error_where_it_is_known() -> None:
     cell = {"layers": [1], "store": "s", "phase": "train", "launch": "ahead", "exposed": 0.001, "fetch": 0.02}
     found = {"cells": [{**cell, "hidden": 0.95}, {**cell, "layers": [3], "hidden": None, "exposed_error": 0.0042}]}
-    lines = overlap.hidden_table(found, "train", "ahead").splitlines()
+    lines = hidden_table(found, "train", "ahead").splitlines()
     assert lines[2] == "| s | 20.0 | 1.0 ms, 95% hidden | 1.0 ± 4.2 ms |"
 
 
@@ -179,6 +171,28 @@ def test_the_variants_fetch_when_they_say_they_do(tmp_path: Path) -> None:
     assert (counters.updates, counters.fetches, counters.ahead) == (updates + 6, fetches + 6, ahead + 2)
 
 
+def test_decoding_goes_on_behind_a_cache_and_always_at_the_same_place(tmp_path: Path) -> None:
+    """Every variant reads the rows of the whole text, and leaves both caches as they were."""
+    cfg = _config(stores=["host"])
+    site = Site(cfg, (1,), "host", tmp_path, build(cfg.backbone, cfg.vocab_size, cfg.seed))
+    cell, layer = Cell(site, "decode", "entry"), site.handle.memory.layer(1)
+    fetcher = layer.table.fetcher
+    assert fetcher is not None
+    state = cell.caches[True].layers[-1].state
+    state.settle()
+    prompts = torch.cat(state._ids.last(cfg.seq_len), dim=1)
+    ahead = fetcher.counters.ahead
+    for name in ("prefetched", "ready", "sync", "without"):
+        fetches = fetcher.counters.fetches
+        getattr(cell, name)()
+        assert [cache.get_seq_length() for cache in cell.caches.values()] == [cfg.seq_len] * 2
+        assert fetcher.counters.fetches == fetches + (name != "without")
+        if name != "without":
+            whole = torch.cat([prompts, cell.batches[cell.turn % len(cell.batches)]], dim=1)
+            assert torch.equal(layer.taps["rows"], layer.hash.rows(whole)[:, -1:])
+    assert fetcher.counters.ahead == ahead + 1, "rows that were asked for behind this very text"
+
+
 def test_only_a_prefetched_step_begins_while_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = _config(stores=["host"])
     site = Site(cfg, (1,), "host", tmp_path, build(cfg.backbone, cfg.vocab_size, cfg.seed))
@@ -197,7 +211,7 @@ def test_every_cell_is_measured_and_complete() -> None:
     found = measure(_config(), quiet=True)
     assert len(found["cells"]) == 3 * 2 * (1 + 1 + 2)
     for cell in found["cells"]:
-        assert all(cell[f"t_{name}"] > 0 for name in overlap.VARIANTS)
+        assert all(cell[f"t_{name}"] > 0 for name in VARIANTS)
         assert cell["rows_per_token"] == 2 * len(cell["layers"]) and cell["row_bytes"] == 32
         assert cell["tokens"] == (2 if cell["phase"] == "decode" else 12) and cell["kind"] == "host"
         assert (cell["hidden"] is None) == (cell["reason"] is not None) and cell["disturbed"] == 0

@@ -86,7 +86,7 @@ def test_metadata(wheel: Path) -> None:
         assert any(name.endswith("licenses/LICENSE") for name in file.namelist())
     assert "engram = engram.cli:main" in entries
     assert "License-Expression: Apache-2.0" in text and "Requires-Python: <3.14,>=3.10" in text
-    assert "Requires-Dist: torch>=2.10" in text and "Requires-Dist: transformers>=5.17" in text
+    assert "Requires-Dist: torch>=2.10" in text and "Requires-Dist: transformers>=5.24" in text
     assert "Provides-Extra: dev" in text and "Provides-Extra: wandb" in text
 
 

@@ -187,7 +187,7 @@ def _read_attention(mask_BHTK: Tensor, batch: int, past: int) -> tuple[Tensor, T
         return keep_BT, None
     document_BT = begins_BT.cumsum(dim=1)
     other_BTT = (document_BT[:, :, None] != document_BT[:, None, :]) & keep_BT[:, None, :] & keep_BT[:, :, None]
-    if bool((new_BTT & other_BTT).any()) or (past and bool((seen_BTK[..., :first].any(-1) & (document_BT > 0)).any())):
+    if bool((new_BTT & other_BTT).any()):
         raise ValueError(
             "attention_mask: tokens skip the one before them and see earlier ones (a tree of drafts); the memory reads "
             "texts, so pass each branch as a text of its own"

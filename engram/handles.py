@@ -109,6 +109,8 @@ class Handle(SavesMemory, EditsRows):
     ) -> None:
         """Start fetching the rows of a later forward with these arguments, while the model computes something else.
 
+        cache  of the texts that the forward will continue, as it is now.
+
         Worth it where rows do not live on the device; for tables that do, nothing happens.
         """
         state = None if cache is None else state_in(given_cache({"cache": cache}), self.memory.number)

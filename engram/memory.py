@@ -174,7 +174,7 @@ class Memory(nn.Module):
         mask: Tensor | None = None,
         state: DecodeState | None = None,
     ) -> None:
-        """Start fetching the rows of a later forward, whose `start` gets the same arguments.
+        """Start fetching the rows of a later forward, whose `start` gets the same arguments (`state`: as it is now).
 
         The latest two are kept (the forward about to start, and the one after it), older ones are dropped. With tables
         on the device there is nothing to fetch, and nothing happens.

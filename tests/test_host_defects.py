@@ -161,6 +161,10 @@ def test_a_tree_of_drafts_is_refused(build: Build) -> None:
     mask[2, 5] = mask[1, 6] = mask[0, 5:] = False
     with pytest.raises(ValueError, match="a tree of drafts"):
         model(_ids(1, 3), cache=cache, attention_mask=mask.view(1, 1, 3, 7))
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask[0, 5] = mask[1, 4] = False  # two branches of the text in the cache
+    with pytest.raises(ValueError, match="packed documents cannot be continued"):
+        model(_ids(1, 2), cache=cache, attention_mask=mask.view(1, 1, 2, 6))
 
 
 def test_additive_masks_are_read_by_what_they_hide(build: Build) -> None:

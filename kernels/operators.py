@@ -108,7 +108,7 @@ def hash_gather_op(
     segment_BT: Tensor | None,
     skip: int,
 ) -> tuple[Tensor, Tensor]:
-    """`hash_gather` as a torch operator, its constants spelled out (rows.spelled_out), fp32 out."""
+    """`hash_gather` as a torch operator, its constants spelled out (`spelled_out`), fp32 out."""
     # fmt: off
     constants = HashConstants(
         multipliers_CN, sizes_C, offsets_C, reciprocals_C, eos_E, class_of,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_models import TOLERANCE, some_text, whole_text
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
@@ -23,9 +24,7 @@ from engram.hosts import ENTRIES
 ONE_OF_EACH_KIND = ("llama", "gpt2", "gemma3_text", "deepseek_v4")
 """Plain, learned positions, sliding windows, residual streams; `make test-all` runs the others, too."""
 HOSTS = [kind if kind in ONE_OF_EACH_KIND else pytest.param(kind, marks=pytest.mark.slow) for kind in ENTRIES]
-VOCAB, EOS = 64, 1
 CFG = EngramConfig(hidden_size=32, layers=(0, 1), heads=2, head_dim=8, rows=211)
-TOLERANCE = 1e-5
 TinyModel = Callable[..., Any]
 
 
@@ -47,15 +46,6 @@ def build(tiny_model: TinyModel) -> Callable[..., tuple[Any, engram.Handle]]:
         return model, handle
 
     return made
-
-
-def _ids(batch: int = 2, length: int = 20, seed: int = 0) -> Tensor:
-    return torch.randint(2, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def _whole(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
-    return model(ids, use_cache=False, **kwargs).logits
 
 
 @torch.no_grad()
@@ -102,18 +92,18 @@ CACHES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("kind", HOSTS)
 def test_reading_in_pieces(kind: str, cache: str, build: Any, tiny_model: TinyModel) -> None:
-    ids = _ids()
+    ids = some_text()
     plain = tiny_model(kind)
     made = CACHES[cache]
     if _host_fails(
         kind,
         cache,
-        lambda: _in_pieces(plain, None, ids, [5, 3], made(plain.config))["logits"] - _whole(plain, ids),
+        lambda: _in_pieces(plain, None, ids, [5, 3], made(plain.config))["logits"] - whole_text(plain, ids),
     ):
         return
     model, handle = build(kind)
-    judge, rows = _whole(model, ids), _rows(handle, ids)
-    assert float((judge - _whole(plain, ids)).abs().max()) > 0.01, "the memory does nothing"
+    judge, rows = whole_text(model, ids), _rows(handle, ids)
+    assert float((judge - whole_text(plain, ids)).abs().max()) > 0.01, "the memory does nothing"
     for sizes in ([20], [1], [2, 2], [3, 3, 3], [7, 7], [5, 1, 9]):
         found = _in_pieces(model, handle, ids, sizes, made(model.config))
         assert torch.equal(found["rows"], rows), f"rows in pieces {sizes}"
@@ -124,7 +114,7 @@ def test_reading_in_pieces(kind: str, cache: str, build: Any, tiny_model: TinyMo
 @pytest.mark.parametrize("kind", HOSTS)
 def test_padding_and_unequal_prompts(kind: str, side: str, build: Any, tiny_model: TinyModel) -> None:
     """On the left: each text gets the logits of that text alone. Inside: those of the same padded text, read whole."""
-    ids, mask = _ids(), torch.ones(2, 20, dtype=torch.int64)
+    ids, mask = some_text(), torch.ones(2, 20, dtype=torch.int64)
     if side == "left":
         mask[1, :6], ids[1, :6] = 0, 0
     else:  # padding between the prompt and what is decoded
@@ -136,11 +126,11 @@ def test_padding_and_unequal_prompts(kind: str, side: str, build: Any, tiny_mode
         if handle is not None:
             live = mask.bool()
             assert torch.equal(found["rows"][:, live], _rows(handle, ids, mask)[:, live])
-        alone = _whole(model, ids[1:, mask[1].bool()])
+        alone = whole_text(model, ids[1:, mask[1].bool()])
         if side == "left" or handle is None:
             return found["logits"][1, mask[1].bool()] - alone[0]
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
-        whole = _whole(model, ids, attention_mask=mask, position_ids=positions)  # a barrier for the look-back
+        whole = whole_text(model, ids, attention_mask=mask, position_ids=positions)  # a barrier for the look-back
         return found["logits"][mask.bool()] - whole[mask.bool()]
 
     if _host_fails(kind, f"{side} padding", lambda: error(plain, None)):
@@ -159,13 +149,14 @@ GENERATE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", GENERATE)
+NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="offloaded caches need a GPU")
+
+
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=NEEDS_A_GPU) if m == "offloaded" else m for m in GENERATE])
 @pytest.mark.parametrize("kind", HOSTS)
 def test_generating(kind: str, mode: str, build: Any, tiny_model: TinyModel) -> None:
     """Left-padded prompts of unequal length, with the mode's cache and with none at all: the same texts."""
-    if mode == "offloaded" and not torch.cuda.is_available():
-        pytest.skip("offloaded caches need a GPU")
-    ids, mask = _ids(length=9), torch.ones(2, 9, dtype=torch.int64)
+    ids, mask = some_text(length=9), torch.ones(2, 9, dtype=torch.int64)
     if "left padding" not in ENTRIES[kind].fails:
         mask[1, :4], ids[1, :4] = 0, 0
     options = {"max_new_tokens": 9, "output_logits": True, "return_dict_in_generate": True, **GENERATE[mode]}
@@ -190,7 +181,7 @@ def test_generating(kind: str, mode: str, build: Any, tiny_model: TinyModel) -> 
 @pytest.mark.parametrize("kind", HOSTS)
 def test_drafts_with_rejections(kind: str, way: str, build: Any, tiny_model: TinyModel) -> None:
     """An assistant that knows nothing is rejected most of the time; what comes out is the greedy text."""
-    ids = _ids(1, 10)
+    ids = some_text(1, 10)
     ids[:, 5:] = ids[:, :5]  # so that the prompt can be looked up
 
     def texts(model: Any, assistant: Any) -> tuple[Tensor, Tensor]:
@@ -213,13 +204,13 @@ def test_drafts_with_rejections(kind: str, way: str, build: Any, tiny_model: Tin
 def test_a_prefix_is_used_again(kind: str, build: Any) -> None:
     """Copies of a cache go on by themselves; a cache rolled back goes on as if nothing had been."""
     model, handle = build(kind)
-    prefix, one, two = _ids(2, 6), _ids(2, 5, seed=1), _ids(2, 5, seed=2)
+    prefix, one, two = some_text(2, 6), some_text(2, 5, seed=1), some_text(2, 5, seed=2)
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()
     _in_pieces(model, handle, prefix, [6], cache)
     copied = copy.deepcopy(cache)
     for text, used in ((one, cache), (two, copied)):
-        judge = _whole(model, torch.cat([prefix, text], dim=1))[:, 6:]
+        judge = whole_text(model, torch.cat([prefix, text], dim=1))[:, 6:]
         found = _in_pieces(model, handle, text, [2], used)["logits"]
         torch.testing.assert_close(found, judge, rtol=TOLERANCE, atol=TOLERANCE)
     if "drafts" in ENTRIES[kind].fails:
@@ -231,11 +222,11 @@ def test_a_prefix_is_used_again(kind: str, build: Any) -> None:
 
 def test_a_full_cache_is_rolled_back_without_having_been_told_before(build: Any) -> None:
     model, handle = build("llama")
-    text, other = _ids(2, 12), _ids(2, 4, seed=3)
+    text, other = some_text(2, 12), some_text(2, 4, seed=3)
     cache = _in_pieces(model, handle, text, [12], None)["cache"]
     cache.crop(-9)
     found = _in_pieces(model, handle, other, [2], cache)["logits"]
-    judge = _whole(model, torch.cat([text[:, :3], other], dim=1))[:, 3:]
+    judge = whole_text(model, torch.cat([text[:, :3], other], dim=1))[:, 3:]
     torch.testing.assert_close(found, judge, rtol=TOLERANCE, atol=TOLERANCE)
     state = cache.layers[-1].state
     state.settle()
@@ -250,7 +241,7 @@ def test_a_bounded_past_is_kept_bounded_and_rolling_back_past_it_raises(build: A
         cache = DynamicCache(config=model.config)
         if recording:
             cache.activate_past_recording()
-        _in_pieces(model, handle, _ids(1, 30), [4], cache)
+        _in_pieces(model, handle, some_text(1, 30), [4], cache)
         state = cache.layers[-1].state
         state.settle()
         kept = len(state._inputs[0])
@@ -267,26 +258,26 @@ def test_a_bounded_past_is_kept_bounded_and_rolling_back_past_it_raises(build: A
 
 def test_texts_are_repeated_selected_and_reordered(build: Any) -> None:
     model, handle = build("llama")
-    prefix, text = _ids(2, 7), _ids(4, 4, seed=1)
+    prefix, text = some_text(2, 7), some_text(4, 4, seed=1)
     cache = _in_pieces(model, handle, prefix, [7], None)["cache"]
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
     cache.batch_select_indices(torch.tensor([0, 1, 3]))
     order = torch.tensor([1, 0, 1])
     found = _in_pieces(model, handle, text[:3], [1, 2], cache)["logits"]
-    judge = _whole(model, torch.cat([prefix[order], text[:3]], dim=1))[:, 7:]
+    judge = whole_text(model, torch.cat([prefix[order], text[:3]], dim=1))[:, 7:]
     torch.testing.assert_close(found, judge, rtol=TOLERANCE, atol=TOLERANCE)
     cache.reset()
     again = _in_pieces(model, handle, text, [4], cache)["logits"]
-    torch.testing.assert_close(again, _whole(model, text), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(again, whole_text(model, text), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_generating_goes_on_after_generating(build: Any) -> None:
     model, _ = build("llama")
-    ids = _ids(1, 6)
+    ids = some_text(1, 6)
     options = {"do_sample": False, "return_dict_in_generate": True}
     first = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, **options)
-    told = torch.cat([first.sequences, _ids(1, 3, seed=9)], dim=1)
+    told = torch.cat([first.sequences, some_text(1, 3, seed=9)], dim=1)
     mask = torch.ones_like(told)
     more = model.generate(told, attention_mask=mask, max_new_tokens=5, cache=first.past_key_values, **options)
     judge = model.generate(told, attention_mask=mask, max_new_tokens=5, use_cache=False, do_sample=False)
@@ -311,8 +302,8 @@ def test_generating_goes_on_after_generating(build: Any) -> None:
 def test_every_form_of_memory(changes: dict[str, Any], build: Any) -> None:
     for kind in ("llama", "gpt_neox", "phi3", "gpt2") if changes.get("site") == "value" else ("llama",):
         model, handle = build(kind, **changes)
-        ids = _ids(seed=4)
-        judge = _whole(model, ids)
+        ids = some_text(seed=4)
+        judge = whole_text(model, ids)
         for sizes in ([1], [4, 2]):
             found = _in_pieces(model, handle, ids, sizes, None)
             assert torch.equal(found["rows"], _rows(handle, ids))
@@ -322,7 +313,7 @@ def test_every_form_of_memory(changes: dict[str, Any], build: Any) -> None:
 def test_ids_outside_the_vocabulary_stay_what_they_are_in_the_history(build: Any) -> None:
     _, handle = build("llama")
     with torch.no_grad():
-        ids = _ids(1, 8)
+        ids = some_text(1, 8)
         memory = handle.memory
         ids[0, 3] = -7  # hashed as the filler, and looked back at as such
         whole = [module.hash.rows(ids) for module in memory.modules_by_layer()]
@@ -337,7 +328,7 @@ def test_ids_outside_the_vocabulary_stay_what_they_are_in_the_history(build: Any
 
 def test_rows_prefetched_for_a_text_that_begins_are_not_those_of_one_that_goes_on(build: Any) -> None:
     _, handle = build("llama", placement="host")
-    memory, ids, layer = handle.memory, _ids(1, 6), CFG.layers[0]
+    memory, ids, layer = handle.memory, some_text(1, 6), CFG.layers[0]
     whole = memory.layer(layer).hash.rows(ids)
     state = memory.new_state()
     memory.start(ids[:, :4], state=state)
@@ -354,7 +345,7 @@ def test_rows_prefetched_for_a_text_that_begins_are_not_those_of_one_that_goes_o
 def test_caches_that_do_not_belong_together_are_refused(build: Any, tiny_model: TinyModel) -> None:
     model, handle = build("llama")
     other, _ = build("llama", seed=3)
-    ids = _ids()
+    ids = some_text()
     foreign = other(ids, use_cache=True).cache
     with pytest.raises(RuntimeError, match="a cache of 20 tokens that this memory did not see"):
         model(ids[:, :1], cache=foreign)
@@ -385,7 +376,7 @@ def test_caches_that_do_not_belong_together_are_refused(build: Any, tiny_model: 
 
 def test_a_forward_that_died_leaves_a_cache_that_says_so(build: Any) -> None:
     model, handle = build("llama")
-    ids = _ids()
+    ids = some_text()
     cache = model(ids[:, :4], use_cache=True).cache
     hook = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0, prepend=True)
     with pytest.raises(ZeroDivisionError):
@@ -393,7 +384,7 @@ def test_a_forward_that_died_leaves_a_cache_that_says_so(build: Any) -> None:
     hook.remove()
     with pytest.raises(RuntimeError, match="did not reach layer|the cache holds"):
         model(ids[:, 4:6], cache=cache)
-    judge = _whole(model, ids)
+    judge = whole_text(model, ids)
     found = _in_pieces(model, handle, ids, [4], None)["logits"]
     torch.testing.assert_close(found, judge, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -403,7 +394,7 @@ def test_training_keeps_no_state_and_gradients_do_not_depend_on_the_cache(build:
     for use_cache in (False, True):
         torch.manual_seed(0)
         model, handle = build("llama")
-        ids = _ids()
+        ids = some_text()
         model(ids, labels=ids, use_cache=use_cache).loss.backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
         step = handle.memory._step
@@ -415,8 +406,8 @@ def test_training_keeps_no_state_and_gradients_do_not_depend_on_the_cache(build:
 def test_decoding_in_a_compiled_model_compiles_nothing_new(build: Any) -> None:
     """A history and a convolution tail of fixed size: the second decoded token runs the graphs of the first."""
     model, handle = build("llama")
-    ids, graphs = _ids(1, 20), []
-    judge = _whole(model, ids)
+    ids, graphs = some_text(1, 20), []
+    judge = whole_text(model, ids)
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)
@@ -441,13 +432,13 @@ def test_quantised_caches(package: str, build: Any, tiny_model: TinyModel) -> No
     pytest.importorskip("optimum.quanto" if package == "quanto" else "hqq")
     from transformers import QuantizedCache
 
-    ids = _ids(1, 20)
+    ids = some_text(1, 20)
 
     def cache(model: Any) -> Any:
         return QuantizedCache(package, model.config, nbits=4 if package == "quanto" else 8, residual_length=4)
 
     plain = tiny_model("llama", head_dim=64)
-    own = (_in_pieces(plain, None, ids, [8], cache(plain))["logits"] - _whole(plain, ids)).abs().max()
+    own = (_in_pieces(plain, None, ids, [8], cache(plain))["logits"] - whole_text(plain, ids)).abs().max()
     model = tiny_model("llama", head_dim=64)
     handle = engram.attach(model, CFG)
     for layer in handle.memory.modules_by_layer():
@@ -455,7 +446,7 @@ def test_quantised_caches(package: str, build: Any, tiny_model: TinyModel) -> No
         layer.conv.data.normal_()
     found = _in_pieces(model, handle, ids, [8], cache(model))
     assert torch.equal(found["rows"], _rows(handle, ids))
-    assert float(own) > 0 and float((found["logits"] - _whole(model, ids)).abs().max()) < 4 * float(own) + TOLERANCE
+    assert float(own) > 0 and float((found["logits"] - whole_text(model, ids)).abs().max()) < 4 * float(own) + TOLERANCE
 
 
 def test_columns_are_copied_seldom_and_counted_right() -> None:
